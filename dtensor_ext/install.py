@@ -1,0 +1,191 @@
+"""Puts the registry into DTensor's tables and takes it out again.
+
+Everything the extension changes in torch is a `_Change`: an entry of a table, or an attribute. Each remembers what it
+found, so that `uninstall` gives back exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import compat, registry
+from .registry import Rule, RuleInfo, Strategy
+
+_MISSING: Any = object()
+
+
+@dataclass
+class _Change:
+    """`write(value)` was done where `found` stood; `undo` writes that back if the value is still ours."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    found: Any
+    ours: Any
+
+    @classmethod
+    def make(cls, read: Callable[[], Any], write: Callable[[Any], None], ours: Any) -> _Change:
+        found = read()
+        write(ours)
+        return cls(read, write, found, ours)
+
+    def undo(self) -> None:
+        if self.read() is self.ours:
+            self.write(self.found)
+
+
+def _entry(table: MutableMapping[Any, Any], key: Any, value: Any) -> _Change:
+    def write(new: Any) -> None:
+        if new is _MISSING:
+            table.pop(key, None)
+        else:
+            table[key] = new
+
+    return _Change.make(lambda: table.get(key, _MISSING), write, value)
+
+
+def _attribute(owner: Any, name: str, value: Any) -> _Change:
+    def write(new: Any) -> None:
+        if new is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, new)
+
+    return _Change.make(lambda: vars(owner).get(name, _MISSING), write, value)
+
+
+_rule_changes: dict[str, list[_Change]] = {}
+_patches: list[_Change] = []
+_installed = False
+
+
+def _put(rule: Rule) -> None:
+    """Puts one rule into the tables. An entry of core's that would shadow it, or that it replaces, is taken out."""
+    if not compat.torch_in(rule.torch):
+        return
+    changes: list[_Change] = []
+    for op in rule.ops:
+        wanted = compat.entries(rule, op)
+        for name, table in compat.tables().items():
+            value = wanted.get(name, _MISSING)
+            if value is not _MISSING or op in table:
+                changes.append(_entry(table, op, value))
+    _rule_changes[rule.name] = changes
+
+
+def _take(name: str) -> None:
+    for change in reversed(_rule_changes.pop(name, [])):
+        change.undo()
+
+
+def install() -> None:
+    """Install every rule that the running torch needs, the SPMD region around optimizer steps, and the correction of
+    the compile cache's key.
+
+    Importing `dtensor_ext` calls this. Calling it again does nothing. It may be called before or after DTensor has
+    been used: sharding decisions taken so far are forgotten.
+    """
+    global _installed
+    with registry.lock:
+        if _installed:
+            return
+        from . import strategies  # noqa: F401  (fills the registry)
+
+        try:
+            for rule in registry.all_rules():
+                _put(rule)
+        except BaseException:
+            _remove_all()
+            raise
+        _installed = True
+        compat.clear_sharding_caches()
+
+
+def _remove_all() -> None:
+    while _patches:
+        _patches.pop().undo()
+    for name in list(_rule_changes)[::-1]:
+        _take(name)
+
+
+def uninstall() -> None:
+    """Give DTensor's tables, the optimizers' ``step`` and the compile cache's key back as they were found.
+
+    Rules stay registered; `install` brings them back. Does nothing if nothing is installed. What another library has
+    changed in the meantime is left as it is.
+    """
+    global _installed
+    with registry.lock:
+        if not _installed:
+            return
+        _remove_all()
+        _installed = False
+        compat.clear_sharding_caches()
+
+
+def is_installed() -> bool:
+    """Whether the extension is in DTensor's tables."""
+    return _installed
+
+
+def rules() -> tuple[RuleInfo, ...]:
+    """Every rule, ours and yours: its name, ops, range of torch versions, reason, and whether it is active now."""
+    with registry.lock:
+        from . import strategies  # noqa: F401
+
+        return tuple(RuleInfo(rule, rule.name in _rule_changes) for rule in registry.all_rules())
+
+
+def register(*args: Any, **kwargs: Any) -> Callable[[Strategy], Strategy]:
+    """Decorator: register a sharding rule of your own, for an op of yours or of core, in the form ours have.
+
+    ::
+
+        @dtensor_ext.register(torch.ops.mylib.scale_rows.default, name="mylib.scale_rows", uneven=True)
+        def scale_rows(op, args_schema, kwargs_schema):
+            '''y[i, j] = x[i, j] * s[i]: rows are independent; linear in x for a replicated s.'''
+            return [
+                [Shard(0), Shard(0), Shard(0)],
+                [Partial("sum"), Partial("sum"), Replicate()],
+            ]
+
+    A row holds the placements of the outputs, then of the tensor inputs, over one mesh dim; all replicated is always
+    allowed and not listed. `args_schema` holds a ``TensorMeta`` (shape, stride, dtype) for each tensor.
+
+    Args:
+        ops: one overload or several, such as ``torch.ops.mylib.scale_rows.default``.
+        name: unique; the function's name by default.
+        static_args: names of non-tensor arguments that change the output's shape, dtype, placement or validity.
+        uneven: whether shards may be uneven or empty.
+        is_valid: ``(op, args_schema, kwargs_schema, input_specs, output_spec) -> bool``, for what depends on the mesh.
+        torch: range of versions, as ``">=2.13,<2.16"``; outside it the rule is listed and not installed.
+        core_file, reason: where it belongs and why; for listings and patches.
+
+    Raises:
+        ValueError: the name or an op is taken, there is no op, or a static argument does not exist.
+        TypeError: an op is not an overload.
+    """
+
+    def wrap(strategy: Strategy) -> Strategy:
+        with registry.lock:
+            before = {r.name for r in registry.all_rules()}
+            registry.rule(*args, **kwargs)(strategy)
+            for rule in registry.all_rules():
+                if rule.name not in before and _installed:
+                    _put(rule)
+            if _installed:
+                compat.clear_sharding_caches()
+        return strategy
+
+    return wrap
+
+
+def unregister(name: str) -> None:
+    """Take the rule called `name` out of the registry and of DTensor's tables. Raises KeyError if there is none."""
+    with registry.lock:
+        registry.remove(name)
+        _take(name)
+        if _installed:
+            compat.clear_sharding_caches()
