@@ -7,6 +7,8 @@ nothing else does.
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from torch.distributed.tensor._ops.single_dim_strategy import (
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .registry import Row, Rule, Strategy
 
@@ -285,3 +288,69 @@ def clear_sharding_caches() -> None:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` was sliced from, or `mesh` itself. COMPAT(seen in 2.13)."""
     return mesh._get_root_mesh()
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether `placement` cuts the tensor, with or without strides. COMPAT(seen in 2.13): _StridedShard."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def is_simulation() -> bool:
+    """Whether one process plays all ranks. COMPAT(seen in 2.13): torch.distributed._local_tensor."""
+    from torch.distributed._local_tensor import local_tensor_mode
+
+    return local_tensor_mode() is not None
+
+
+def shard_sizes(placement: Placement, size: int, count: int) -> set[int]:
+    """The sizes of the `count` shards of a dim of `size`. COMPAT(seen in 2.13): _local_shard_size_and_offset."""
+    factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    if size % (count * factor) == 0:
+        return {size // count}
+    return {int(placement._local_shard_size_and_offset(size, count, rank)[0]) for rank in range(count)}
+
+
+def possible_local_shapes(x: DTensor) -> set[tuple[int, ...]]:
+    """The shapes that a shard of `x` has on one rank or another, and perhaps a few more."""
+    cuts: list[list[tuple[Placement, int]]] = [[] for _ in x.shape]
+    for placement, count in zip(x.placements, x.device_mesh.shape, strict=True):
+        if is_shard(placement):
+            cuts[placement.dim].append((placement, count))
+    sizes: list[set[int]] = []
+    for size, dim_cuts in zip(x.shape, cuts, strict=True):
+        possible = {int(size)}
+        for placement, count in dim_cuts:
+            possible = set().union(*(shard_sizes(placement, s, count) for s in possible))
+        sizes.append(possible)
+    return set(itertools.product(*sizes))
+
+
+# --- the compile cache ----------------------------------------------------------------------------------------------
+
+
+def cache_hash(x: DTensor, core: str) -> str:
+    """`core`, core's key of `x` in the on-disk AOTAutograd cache, with what a traced graph depends on besides.
+
+    - This rank's coordinate: a redistribution to Shard, an uneven shard's shape and an offset are traced as constants.
+    - The local tensor: its class and, for a subclass, what it is made of; otherwise its shape, stride and dtype.
+
+    Ranks that lower to the same code still share it: that code is cached again, one level down, under the graph itself.
+    COMPAT(seen in 2.13): `_stable_hash_for_caching`, `_local_tensor`.
+    """
+    local = x._local_tensor
+    parts = (core, x.device_mesh.get_coordinate(), x.device.type, _describe(local))
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _describe(x: Any) -> Any:
+    """What a graph traced over tensor `x` may depend on, as plain data with a stable repr."""
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    name = f"{type(x).__module__}.{type(x).__qualname__}"
+    meta = (tuple(x.shape), str(x.dtype), x.layout == torch.strided and tuple(x.stride()), x.requires_grad)
+    if isinstance(x, DTensor):
+        return name, x._stable_hash_for_caching()
+    if is_traceable_wrapper_subclass(x):
+        inner, context = x.__tensor_flatten__()
+        return name, meta, repr(context), [(n, _describe(getattr(x, n))) for n in inner]
+    return name, meta

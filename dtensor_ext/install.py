@@ -6,11 +6,15 @@ found, so that `uninstall` gives back exactly that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import compat, registry
+import torch
+from torch.distributed.tensor import DTensor
+
+from . import compat, integrations, region, registry
 from .registry import Rule, RuleInfo, Strategy
 
 _MISSING: Any = object()
@@ -56,6 +60,10 @@ def _attribute(owner: Any, name: str, value: Any) -> _Change:
     return _Change.make(lambda: vars(owner).get(name, _MISSING), write, value)
 
 
+def _cell(cell: Any, value: Any) -> _Change:
+    return _Change.make(lambda: cell.cell_contents, lambda new: setattr(cell, "cell_contents", new), value)
+
+
 _rule_changes: dict[str, list[_Change]] = {}
 _patches: list[_Change] = []
 _installed = False
@@ -80,6 +88,51 @@ def _take(name: str) -> None:
         change.undo()
 
 
+def _patch_optimizers() -> None:
+    """Every optimizer's ``step`` runs in an SPMD region, also of classes that exist already.
+
+    torch wraps the ``step`` of a class when its first instance is made (`Optimizer.profile_hook_step`). From now on
+    what it wraps is ours around theirs. For classes it has wrapped already, the wrapper's own reference to ``step`` is
+    what we change, so that whoever holds the wrapper (a scheduler, a bound method) gets the region too.
+
+    Its public hooks would not do: the post hook does not run when a step raises, and the region must close.
+
+    COMPAT(seen in 2.13): profile_hook_step, and the name ``func`` of its free variable.
+    """
+    original = torch.optim.Optimizer.profile_hook_step
+
+    @functools.wraps(original)
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        integrations.activate()
+        return original(region.around_step(func))
+
+    _patches.append(_attribute(torch.optim.Optimizer, "profile_hook_step", staticmethod(profile_hook_step)))
+    for cell in _wrapped_steps():
+        _patches.append(_cell(cell, region.around_step(cell.cell_contents)))
+
+
+def _wrapped_steps() -> list[Any]:
+    """The cells in which torch's wrappers of ``step`` keep the functions that they wrap."""
+    classes, cells = [torch.optim.Optimizer], []
+    for cls in classes:
+        classes += cls.__subclasses__()
+        step = vars(cls).get("step")
+        if getattr(step, "hooked", False) and "func" in step.__code__.co_freevars:
+            cells.append(step.__closure__[step.__code__.co_freevars.index("func")])
+    return list({id(cell): cell for cell in cells}.values())
+
+
+def _patch_compile_cache() -> None:
+    """The key of a DTensor in the on-disk compile cache says what a traced graph depends on. See `compat.cache_hash`."""
+    original = DTensor._stable_hash_for_caching
+
+    @functools.wraps(original)
+    def _stable_hash_for_caching(self: DTensor) -> str:
+        return compat.cache_hash(self, original(self))
+
+    _patches.append(_attribute(DTensor, "_stable_hash_for_caching", _stable_hash_for_caching))
+
+
 def install() -> None:
     """Install every rule that the running torch needs, the SPMD region around optimizer steps, and the correction of
     the compile cache's key.
@@ -96,6 +149,9 @@ def install() -> None:
         try:
             for rule in registry.all_rules():
                 _put(rule)
+            _patch_optimizers()
+            _patch_compile_cache()
+            integrations.activate()
         except BaseException:
             _remove_all()
             raise

@@ -1,0 +1,255 @@
+"""What torch functions do inside an SPMD region, on the thread that opened it.
+
+Two things differ from core. A random draw takes the numbers of the shard it is for. And a plain tensor of exactly a
+DTensor's global shape, in an elementwise op with it, is read as replicated: every rank drew or computed the same.
+Both are decided here, above DTensor's dispatcher, which is neither wrapped nor replaced: its C++ fast path sees only
+DTensors. A ``TorchFunctionMode`` is traced by Dynamo, so compiled code behaves alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .layouts import Plan, Share, dims_of, share
+from .rng import derive, seeded
+
+HINT = (
+    "dtensor_ext: inside an SPMD region (an optimizer step on DTensors) a plain tensor of exactly the DTensor's global "
+    "shape counts as replicated in elementwise ops. This one has another shape. Draw noise with the DTensor's own shape "
+    "(torch.randint(..., x.shape) or randint_like(x)), or wrap the tensor: "
+    "DTensor.from_local(t, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)."
+)
+
+
+def _named(owners: tuple[Any, ...], names: str, inplace: bool = False) -> Iterator[Any]:
+    for name in names.split():
+        for spelling in (name, name + "_") if inplace else (name,):
+            for owner in owners:
+                if hasattr(owner, spelling):
+                    yield getattr(owner, spelling)
+
+
+# The elementwise ops that helpers mix noise and values with.
+ELEMENTWISE = frozenset(
+    [
+        *_named(
+            (torch, torch.Tensor),
+            "lt le gt ge eq ne less less_equal greater greater_equal not_equal "
+            "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow "
+            "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
+            "logical_and logical_or logical_xor minimum maximum fmin fmax where lerp addcmul addcdiv "
+            "masked_fill clamp clip copysign nextafter hypot atan2 ldexp xlogy",
+            inplace=True,
+        ),
+        *_named(
+            (torch.Tensor,),
+            "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ "
+            "__rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ "
+            "__rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __and__ __rand__ __iand__ "
+            "__or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ copy_",
+        ),
+    ]
+)
+FOREACH = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_"))
+
+# Draws, by where their size comes from: arguments, or the first tensor.
+SIZED = frozenset([torch.rand, torch.randn, torch.randint])
+LIKE = frozenset([torch.rand_like, torch.randn_like, torch.randint_like])
+FILLING = frozenset(
+    _named((torch.Tensor,), "random_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_")
+)
+SAMPLING = frozenset(
+    [
+        *_named((torch, torch.Tensor), "bernoulli poisson binomial normal dropout", inplace=True),
+        *_named((functional,), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
+    ]
+) - {torch.Tensor.normal_, torch.Tensor.bernoulli_}
+DRAWS = SIZED | LIKE | FILLING | SAMPLING
+
+
+def _replicated(x: Any, partner: DTensor) -> Any:
+    """`x` as a replicated DTensor on the partner's mesh, if it is a plain tensor of the partner's global shape."""
+    if (
+        isinstance(x, torch.Tensor)
+        and not isinstance(x, DTensor)
+        and x.shape == partner.shape
+        and x.numel() != 1
+        and x.device.type == partner.device_mesh.device_type
+    ):
+        mesh = partner.device_mesh
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return x
+
+
+def _first_dtensor(args: Any, kwargs: Any) -> DTensor | None:
+    for x in args:
+        if isinstance(x, DTensor):
+            return x
+    for x in kwargs.values():
+        if isinstance(x, DTensor):
+            return x
+    return None
+
+
+def _size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The size that ``rand(*size)``, ``rand(size)``, ``randint(high, size)`` or ``randint(low, high, size)`` asks for."""
+    if "size" in kwargs:
+        return tuple(kwargs["size"])
+    if func is torch.randint:
+        return tuple(args[-1])
+    return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else tuple(args)
+
+
+def _with_size(func: Any, args: Any, kwargs: Any, size: tuple[int, ...]) -> tuple[Any, Any]:
+    """The same draw, of another size."""
+    if "size" in kwargs:
+        return args, {**kwargs, "size": size}
+    return ((*args[:-1], size), kwargs) if func is torch.randint else ((size,), kwargs)
+
+
+class SpmdMode(TorchFunctionMode):
+    """The mode of one region. `seed` is the region's own; `plan` says which shard a draw is for."""
+
+    def __init__(self, plan: Plan, seed: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.seed = seed
+        # Plain attributes: Dynamo guards on what traced code reads of them, and on nothing else.
+        self.shares = plan.shares
+        self.other = plan.other
+        self.draws = 0
+        self.mixed = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ELEMENTWISE:
+            args, kwargs = self._read_replicated(func, args, kwargs)
+        elif func in DRAWS:
+            if kwargs.get("generator") is None:
+                return self._traced(func, args, kwargs) if torch.compiler.is_compiling() else self._draw(func, args, kwargs)
+        elif func in FOREACH:
+            args, kwargs = self._read_replicated_lists(args, kwargs)
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as e:
+            if "got mixed torch.Tensor and DTensor" in str(e) and HINT not in str(e):
+                raise RuntimeError(f"{e}\n\n{HINT}") from e
+            raise
+
+    # --- a plain tensor of the global shape -------------------------------------------------------------------------
+
+    def _read_replicated(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        partner = _first_dtensor(args, kwargs)
+        if partner is None:
+            return args, kwargs
+        # An in-place op cannot turn the plain tensor that it writes into a DTensor: core's error stands.
+        writes = func.__name__.endswith("_") and not func.__name__.endswith("__") or func.__name__.startswith("__i")
+        if writes and not isinstance(args[0], DTensor):
+            return args, kwargs
+        new_args = tuple(_replicated(x, partner) for x in args)
+        new_kwargs = {k: v if k == "out" else _replicated(v, partner) for k, v in kwargs.items()}
+        if not torch.compiler.is_compiling():
+            self._note_mixed(args, new_args)
+        return new_args, new_kwargs
+
+    def _note_mixed(self, before: Any, after: Any) -> None:
+        """The optimizer's helper draws global shapes: remember it, and read sizes that say both so from now on."""
+        if not self.mixed and any(a is not b for a, b in zip(before, after, strict=True)):
+            self.mixed = True
+            if self.plan.kind != "global":
+                self.plan.kind = "global"
+                self.shares, self.other = self.plan.shares, self.plan.other
+
+    def _read_replicated_lists(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """For ``_foreach_`` ops: element i of each list belongs together. The first list is written or read as it is."""
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a]
+        if not any(isinstance(x, DTensor) for x in lists[0]) if lists else True:
+            return args, kwargs
+        partners = lists[0]
+
+        def convert(a: Any) -> Any:
+            if a is partners or not isinstance(a, (list, tuple)) or len(a) != len(partners):
+                return a
+            return [_replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)]
+
+        return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+
+    # --- draws ------------------------------------------------------------------------------------------------------
+
+    def _share(self, func: Any, args: Any, kwargs: Any) -> tuple[Share, torch.device]:
+        if func in SIZED:
+            device = kwargs.get("device")
+            where = torch.device(device) if device is not None else torch.get_default_device()
+            return self.shares.get(_size(func, args, kwargs), self.other), where
+        x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+        if isinstance(x, DTensor):
+            return share(dims_of(x)), x.device
+        return self.shares.get(tuple(x.shape), self.other), x.device
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Draw for the shard at hand, from a seed that only the region, the draw's number and the shard determine."""
+        if func in SAMPLING and not isinstance(args[0] if args else None, torch.Tensor):
+            size = kwargs.get("size")
+            if size is None:
+                return func(*args, **kwargs)
+            (count, index), device = self.shares.get(tuple(size), self.other), torch.device(kwargs.get("device") or "cpu")
+        else:
+            (count, index), device = self._share(func, args, kwargs)
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        self.draws += 1
+        seed = derive(self.seed, self.draws) if count == 1 else derive(self.seed, self.draws, index)
+        with seeded(device, seed):
+            if func in FILLING and isinstance(args[0], DTensor):
+                # Core has no rule for some of these; filling the shard in place needs none.
+                func(args[0].to_local(), *args[1:], **kwargs)
+                return args[0]
+            return func(*args, **kwargs)
+
+    def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The same under Dynamo, where seeds are drawn when the graph runs, on all ranks alike.
+
+        A draw for one of n shards becomes a slice of a draw for all n: Inductor's random numbers are a function of
+        seed and position, so only the slice is computed, in the kernel that uses it.
+        """
+        if func in SIZED:
+            size = _size(func, args, kwargs)
+            count, index = self.shares.get(size, self.other)
+            if count == 1:
+                return func(*args, **kwargs)
+            args, kwargs = _with_size(func, args, kwargs, (count, *size))
+            return func(*args, **kwargs)[index]
+        x = args[0]
+        if func in LIKE:
+            if isinstance(x, DTensor):
+                whole = torch.empty(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=x.device)
+                drawn = func(whole, *args[1:])
+                return _replicated(drawn, x).redistribute(placements=x.placements)
+            count, index = self.shares.get(tuple(x.shape), self.other)
+            if count == 1:
+                return func(*args, **kwargs)
+            return func(x.unsqueeze(0).expand(count, *x.shape), *args[1:], **kwargs)[index]
+        if func in FILLING:
+            if isinstance(x, DTensor):
+                whole = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                func(whole, *args[1:], **kwargs)
+                x.copy_(_replicated(whole, x).redistribute(placements=x.placements))
+                return x
+            count, index = self.shares.get(tuple(x.shape), self.other)
+            if count == 1:
+                return func(*args, **kwargs)
+            every = torch.empty((count, *x.shape), dtype=x.dtype, device=x.device)
+            func(every, *args[1:], **kwargs)
+            x.copy_(every[index])
+            return x
+        return func(*args, **kwargs)
