@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.single_dim_strategy import (
     _get_num_tensor_inputs,
-    _ShardingPlaceholder as ShardingPlaceholder,
     _SingleDimStrategyInfo,
+)
+from torch.distributed.tensor._ops.single_dim_strategy import (
+    _ShardingPlaceholder as ShardingPlaceholder,
 )
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
@@ -204,6 +206,7 @@ def is_inplace(op: torch._ops.OpOverload) -> bool:
 
 def output_meta(op_schema: OpSchema) -> Any:
     """Shape, stride and dtype of the global result, from running the op on fake tensors."""
+
     def to_spec(arg: Any) -> Any:
         if isinstance(arg, OpStrategy):
             return arg.strategies[0].output_spec

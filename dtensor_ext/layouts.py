@@ -66,7 +66,9 @@ class Plan:
     Everything here follows from global shapes and placements, so it is the same on all ranks that hold them.
     """
 
-    def __init__(self, tensors: Sequence[Any], meshes: Iterable[DeviceMesh] = (), kind: str = UNKNOWN) -> None:
+    def __init__(
+        self, tensors: Sequence[Any], meshes: Iterable[DeviceMesh] = (), kind: str = UNKNOWN
+    ) -> None:
         self.kind = kind
         self._global: dict[Size, set[Dims]] = {}
         self._local: dict[Size, set[Dims]] = {}
@@ -109,4 +111,3 @@ class Plan:
     def other(self) -> Share:
         """The share of a draw of any other size."""
         return WHOLE if self.kind == GLOBAL else share(self._every)
-

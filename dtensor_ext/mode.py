@@ -9,6 +9,7 @@ DTensors. A ``TorchFunctionMode`` is traced by Dynamo, so compiled code behaves 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -35,26 +36,41 @@ def _named(owners: tuple[Any, ...], names: str, inplace: bool = False) -> Iterat
                     yield getattr(owner, spelling)
 
 
-# The elementwise ops that helpers mix noise and values with.
+def _builtin(functions: Iterator[Any]) -> Iterator[Any]:
+    """Those that are not Python functions: Dynamo's guard on a set's members does not hold for these (2.13)."""
+    return (f for f in functions if not isinstance(f, FunctionType))
+
+
+# The elementwise ops that helpers mix noise and values with. What is written in Python is left out: the reflected
+# operators of which Python has no other form than for a number on the left, and ``//``.
 ELEMENTWISE = frozenset(
     [
-        *_named(
-            (torch, torch.Tensor),
-            "lt le gt ge eq ne less less_equal greater greater_equal not_equal "
-            "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow "
-            "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
-            "logical_and logical_or logical_xor minimum maximum fmin fmax where lerp addcmul addcdiv "
-            "masked_fill clamp clip copysign nextafter hypot atan2 ldexp xlogy",
-            inplace=True,
+        *_builtin(
+            _named(
+                (torch, torch.Tensor),
+                "lt le gt ge eq ne less less_equal greater greater_equal not_equal "
+                "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow "
+                "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift "
+                "logical_and logical_or logical_xor minimum maximum fmin fmax where lerp addcmul addcdiv "
+                "masked_fill clamp clip copysign nextafter hypot atan2 ldexp xlogy",
+                inplace=True,
+            )
         ),
-        *_named(
-            (torch.Tensor,),
-            "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ "
-            "__rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __floordiv__ "
-            "__rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__ __and__ __rand__ __iand__ "
-            "__or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ copy_",
+        *_builtin(
+            _named(
+                (torch.Tensor,),
+                "__lt__ __le__ __gt__ __ge__ __eq__ __ne__ __add__ __radd__ __iadd__ __sub__ __isub__ __mul__ __rmul__ "
+                "__imul__ __truediv__ __itruediv__ __div__ __idiv__ __mod__ __imod__ __pow__ __ipow__ __and__ __rand__ "
+                "__iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ copy_",
+            )
         ),
     ]
+)
+# Those that write their first argument.
+WRITING = frozenset(
+    f
+    for f in ELEMENTWISE
+    if f.__name__.startswith("__i") or (f.__name__.endswith("_") and not f.__name__.endswith("__"))
 )
 FOREACH = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_"))
 
@@ -67,10 +83,12 @@ FILLING = frozenset(
 SAMPLING = frozenset(
     [
         *_named((torch, torch.Tensor), "bernoulli poisson binomial normal dropout", inplace=True),
-        *_named((functional,), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
+        *_named(
+            (functional,), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"
+        ),
     ]
 ) - {torch.Tensor.normal_, torch.Tensor.bernoulli_}
-DRAWS = SIZED | LIKE | FILLING | SAMPLING
+DRAWS = SIZED | LIKE | FILLING
 
 
 def _replicated(x: Any, partner: DTensor) -> Any:
@@ -127,18 +145,24 @@ class SpmdMode(TorchFunctionMode):
         self.mixed = False
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        compiling = torch.compiler.is_compiling()
         if func in ELEMENTWISE:
             args, kwargs = self._read_replicated(func, args, kwargs)
-        elif func in DRAWS:
-            if kwargs.get("generator") is None:
-                return self._traced(func, args, kwargs) if torch.compiler.is_compiling() else self._draw(func, args, kwargs)
         elif func in FOREACH:
             args, kwargs = self._read_replicated_lists(args, kwargs)
-        if torch.compiler.is_compiling():
+        elif func in DRAWS and kwargs.get("generator") is None:
+            return self._traced(func, args, kwargs) if compiling else self._draw(func, args, kwargs)
+        if compiling:
             return func(*args, **kwargs)
+        if func in SAMPLING and kwargs.get("generator") is None:
+            return self._draw(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except RuntimeError as e:
@@ -153,8 +177,7 @@ class SpmdMode(TorchFunctionMode):
         if partner is None:
             return args, kwargs
         # An in-place op cannot turn the plain tensor that it writes into a DTensor: core's error stands.
-        writes = func.__name__.endswith("_") and not func.__name__.endswith("__") or func.__name__.startswith("__i")
-        if writes and not isinstance(args[0], DTensor):
+        if func in WRITING and not isinstance(args[0], DTensor):
             return args, kwargs
         new_args = tuple(_replicated(x, partner) for x in args)
         new_kwargs = {k: v if k == "out" else _replicated(v, partner) for k, v in kwargs.items()}
@@ -180,7 +203,9 @@ class SpmdMode(TorchFunctionMode):
         def convert(a: Any) -> Any:
             if a is partners or not isinstance(a, (list, tuple)) or len(a) != len(partners):
                 return a
-            return [_replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)]
+            return [
+                _replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)
+            ]
 
         return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
 
@@ -202,7 +227,10 @@ class SpmdMode(TorchFunctionMode):
             size = kwargs.get("size")
             if size is None:
                 return func(*args, **kwargs)
-            (count, index), device = self.shares.get(tuple(size), self.other), torch.device(kwargs.get("device") or "cpu")
+            (count, index), device = (
+                self.shares.get(tuple(size), self.other),
+                torch.device(kwargs.get("device") or "cpu"),
+            )
         else:
             (count, index), device = self._share(func, args, kwargs)
         if device.type == "meta":

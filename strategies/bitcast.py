@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
-from dtensor_ext.compat import AnyPartial, Row, ShardingPlaceholder, default_shard_order, known_true, num_shards
+from dtensor_ext.compat import (
+    AnyPartial,
+    Row,
+    ShardingPlaceholder,
+    default_shard_order,
+    known_true,
+    num_shards,
+)
 from dtensor_ext.registry import rule
 
 aten = torch.ops.aten

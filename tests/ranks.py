@@ -13,7 +13,9 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def _entry(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple, env: dict, seconds: float):
+def _entry(
+    rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple, env: dict, seconds: float
+):
     # The environment is set before torch or the extension is imported by `fn`'s module in this process.
     import torch
     import torch.distributed as dist
@@ -59,7 +61,11 @@ def run_ranks(
         os.environ.update(child)
         try:
             context = mp.spawn(
-                _entry, args=(fn, world, folder, args, child, seconds), nprocs=world, join=False, start_method="spawn"
+                _entry,
+                args=(fn, world, folder, args, child, seconds),
+                nprocs=world,
+                join=False,
+                start_method="spawn",
             )
             deadline = datetime.datetime.now() + datetime.timedelta(seconds=seconds * 3)
             while not context.join(timeout=5):
@@ -80,6 +86,8 @@ def run_ranks(
                 torch.load(path, weights_only=False) if path.exists() else ("error", f"rank {rank} died")
             )
     if check and any(state == "error" for state, _ in results):
-        text = "\n".join(f"--- rank {r}\n{value}" for r, (state, value) in enumerate(results) if state == "error")
+        text = "\n".join(
+            f"--- rank {r}\n{value}" for r, (state, value) in enumerate(results) if state == "error"
+        )
         raise AssertionError(f"{fn.__name__} failed\n{text}")
     return [value for _, value in results]

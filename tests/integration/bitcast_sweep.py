@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -20,8 +20,17 @@ if os.environ.get("DTENSOR_EXT_DISABLE") != "1":
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 aten, prims = torch.ops.aten, torch.ops.prims
-DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16, torch.float32, torch.int32, torch.int64,
-          torch.complex64, torch.complex128]
+DTYPES = [
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+]
 SHAPES = [(8, 8), (8, 16), (5, 4), (3, 40), (2, 6, 8), (1, 4), (0, 4), (4, 0), (16,), (20,), (5,), (7, 3), ()]
 
 
@@ -80,7 +89,9 @@ def cases(name: str, shape: tuple[int, ...], dtypes: Any) -> Any:
     if name == "view_as_real":
         return [(shape, d, None) for d in (torch.complex64, torch.complex128)]
     if name == "view_as_complex":
-        return [((*shape, 2), d, None) for d in (torch.float32, torch.float64)] + [((*shape, 3), torch.float32, None)]
+        return [((*shape, 2), d, None) for d in (torch.float32, torch.float64)] + [
+            ((*shape, 3), torch.float32, None)
+        ]
     return [(shape, a, b) for a in dtypes for b in dtypes]
 
 
@@ -88,8 +99,12 @@ def one(name: str, mesh: Any, shape: Any, src: Any, dst: Any, where: Any) -> lis
     op, label, bad = OPS[name], f"{name} {tuple(mesh.shape)} {tuple(shape)} {src}->{dst} {where}", []
     full = tensor(shape, src)
     x = DTensor.from_local(
-        local_of(full, mesh, where).clone(memory_format=torch.contiguous_format), mesh, where,
-        run_check=False, shape=full.shape, stride=full.stride(),
+        local_of(full, mesh, where).clone(memory_format=torch.contiguous_format),
+        mesh,
+        where,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
     )
     try:
         want, error = call(op, full, dst), None
@@ -107,7 +122,9 @@ def one(name: str, mesh: Any, shape: Any, src: Any, dst: Any, where: Any) -> lis
     if error is not None:
         return [f"{label}: no error, plain raises {error!r:.150}"]
     if tuple(got.shape) != tuple(want.shape) or got.dtype != want.dtype or got.stride() != want.stride():
-        bad.append(f"{label}: meta {tuple(got.shape)} {got.stride()} {got.dtype}, want {tuple(want.shape)} {want.stride()}")
+        bad.append(
+            f"{label}: meta {tuple(got.shape)} {got.stride()} {got.dtype}, want {tuple(want.shape)} {want.stride()}"
+        )
     spec = got._spec.tensor_meta
     if tuple(spec.shape) != tuple(want.shape) or spec.dtype != want.dtype or spec.stride != want.stride():
         bad.append(f"{label}: spec {spec}")
@@ -149,8 +166,13 @@ def partial_case(name: str, mesh: Any, shape: Any, src: Any, dst: Any, where: An
     index = mesh.get_local_rank(dim)
     members = list(range(mesh.size(dim)))
     stack = torch.stack([each[m] for m in members])
-    full = {"sum": stack.sum(0), "avg": stack.sum(0) / len(members), "max": stack.amax(0) if src != torch.complex64
-            else None, "min": stack.amin(0) if src != torch.complex64 else None, "product": stack.prod(0)}[kind].to(src)
+    full = {
+        "sum": stack.sum(0),
+        "avg": stack.sum(0) / len(members),
+        "max": stack.amax(0) if src != torch.complex64 else None,
+        "min": stack.amin(0) if src != torch.complex64 else None,
+        "product": stack.prod(0),
+    }[kind].to(src)
     local = each[index]
     for i, p in enumerate(where):
         if isinstance(p, Shard):
@@ -169,13 +191,17 @@ def partial_case(name: str, mesh: Any, shape: Any, src: Any, dst: Any, where: An
             bad.append(f"{label}: the identity view changed {where} to {got.placements}")
         return bad
     if any(isinstance(p, Partial) for p in got.placements):
-        got = got.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in got.placements])
+        got = got.redistribute(
+            placements=[Replicate() if isinstance(p, Partial) else p for p in got.placements]
+        )
     if not same(got.to_local(), local_of(want, mesh, got.placements)):
         bad.append(f"{label}: wrong value")
     return bad
 
 
-def sweep(rank: int, world: int, meshes: list[tuple[int, ...]], dtypes: list[torch.dtype], shapes: Any) -> dict:
+def sweep(
+    rank: int, world: int, meshes: list[tuple[int, ...]], dtypes: list[torch.dtype], shapes: Any
+) -> dict:
     bad: list[str] = []
     count = 0
     for mesh_shape in meshes:
@@ -192,8 +218,14 @@ def sweep(rank: int, world: int, meshes: list[tuple[int, ...]], dtypes: list[tor
 def partials(rank: int, world: int) -> dict:
     bad: list[str] = []
     count = 0
-    pairs = [(torch.float32, torch.int32), (torch.float32, torch.uint8), (torch.uint8, torch.float32),
-             (torch.int32, torch.float32), (torch.float32, torch.float32), (torch.int64, torch.int64)]
+    pairs = [
+        (torch.float32, torch.int32),
+        (torch.float32, torch.uint8),
+        (torch.uint8, torch.float32),
+        (torch.int32, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.int64, torch.int64),
+    ]
     for mesh_shape in [(world,), (2, world // 2)]:
         mesh = init_device_mesh("cpu", mesh_shape)
         other = [(), (Replicate(),), (Shard(0),)]
@@ -214,7 +246,9 @@ def partials(rank: int, world: int) -> dict:
                         count += 2
                         bad += partial_case("view_as_complex", mesh, (4, 2), torch.float32, None, where, rank)
                         if kind == "sum":
-                            bad += partial_case("view_as_real", mesh, (4, 2), torch.complex64, None, where, rank)
+                            bad += partial_case(
+                                "view_as_real", mesh, (4, 2), torch.complex64, None, where, rank
+                            )
                     else:
                         count += 1
                         bad += partial_case("view_as_complex", mesh, (4, 2), torch.float32, None, where, rank)
