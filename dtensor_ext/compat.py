@@ -131,17 +131,14 @@ def _fill_partials(rows: Sequence[Row], kinds: Sequence[Partial]) -> list[Row]:
     return filled
 
 
-def _fill_shards(rows: Sequence[Row], strides: Sequence[int]) -> list[Row]:
+def _fill_shards(rows: Sequence[Row], strides: Sequence[Any]) -> list[Row]:
     filled: list[Row] = []
     for row in rows:
         holders = any(isinstance(p, ShardingPlaceholder) for p in row)
         filled.append([Shard(p.dim) if isinstance(p, ShardingPlaceholder) else p for p in row])
         for factor in strides if holders else ():
             filled.append(
-                [
-                    _StridedShard(p.dim, split_factor=factor) if isinstance(p, ShardingPlaceholder) else p
-                    for p in row
-                ]
+                [_StridedShard(p.dim, split_factor=factor) if isinstance(p, ShardingPlaceholder) else p for p in row]
             )
     return filled
 
@@ -305,7 +302,7 @@ def is_simulation() -> bool:
     return local_tensor_mode() is not None
 
 
-def shard_sizes(placement: Placement, size: int, count: int) -> set[int]:
+def shard_sizes(placement: Any, size: int, count: int) -> set[int]:
     """The sizes of the `count` shards of a dim of `size`. COMPAT(seen in 2.13): _local_shard_size_and_offset."""
     factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
     if size % (count * factor) == 0:
@@ -315,8 +312,9 @@ def shard_sizes(placement: Placement, size: int, count: int) -> set[int]:
 
 def possible_local_shapes(x: DTensor) -> set[tuple[int, ...]]:
     """The shapes that a shard of `x` has on one rank or another, and perhaps a few more."""
-    cuts: list[list[tuple[Placement, int]]] = [[] for _ in x.shape]
-    for placement, count in zip(x.placements, x.device_mesh.shape, strict=True):
+    cuts: list[list[tuple[Any, int]]] = [[] for _ in x.shape]
+    placements: Sequence[Any] = x.placements
+    for placement, count in zip(placements, x.device_mesh.shape, strict=True):
         if is_shard(placement):
             cuts[placement.dim].append((placement, count))
     sizes: list[set[int]] = []

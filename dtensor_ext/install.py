@@ -116,7 +116,7 @@ def _wrapped_steps() -> list[Any]:
     classes, cells = [torch.optim.Optimizer], []
     for cls in classes:
         classes += cls.__subclasses__()
-        step = vars(cls).get("step")
+        step: Any = vars(cls).get("step")
         if getattr(step, "hooked", False) and "func" in step.__code__.co_freevars:
             cells.append(step.__closure__[step.__code__.co_freevars.index("func")])
     return list({id(cell): cell for cell in cells}.values())

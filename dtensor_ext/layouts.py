@@ -66,9 +66,7 @@ class Plan:
     Everything here follows from global shapes and placements, so it is the same on all ranks that hold them.
     """
 
-    def __init__(
-        self, tensors: Sequence[Any], meshes: Iterable[DeviceMesh] = (), kind: str = UNKNOWN
-    ) -> None:
+    def __init__(self, tensors: Sequence[Any], meshes: Iterable[DeviceMesh] = (), kind: str = UNKNOWN) -> None:
         self.kind = kind
         self._global: dict[Size, set[Dims]] = {}
         self._local: dict[Size, set[Dims]] = {}

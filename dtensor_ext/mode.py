@@ -83,9 +83,7 @@ FILLING = frozenset(
 SAMPLING = frozenset(
     [
         *_named((torch, torch.Tensor), "bernoulli poisson binomial normal dropout", inplace=True),
-        *_named(
-            (functional,), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"
-        ),
+        *_named((functional,), "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu"),
     ]
 ) - {torch.Tensor.normal_, torch.Tensor.bernoulli_}
 DRAWS = SIZED | LIKE | FILLING
@@ -203,9 +201,7 @@ class SpmdMode(TorchFunctionMode):
         def convert(a: Any) -> Any:
             if a is partners or not isinstance(a, (list, tuple)) or len(a) != len(partners):
                 return a
-            return [
-                _replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)
-            ]
+            return [_replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)]
 
         return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
 

@@ -110,8 +110,8 @@ def add(rule: Rule) -> None:
         for other in _rules.values():
             both = set(other.ops) & set(rule.ops)
             if both:
-                op = sorted(map(str, both))[0]
-                raise ValueError(f"dtensor_ext: {op} already has rule {other.name!r}")
+                taken = sorted(map(str, both))[0]
+                raise ValueError(f"dtensor_ext: {taken} already has rule {other.name!r}")
         _rules[rule.name] = rule
 
 

@@ -13,9 +13,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def _entry(
-    rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple, env: dict, seconds: float
-):
+def _entry(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple, env: dict, seconds: float):
     # The environment is set before torch or the extension is imported by `fn`'s module in this process.
     import torch
     import torch.distributed as dist
@@ -82,12 +80,8 @@ def run_ranks(
         results = []
         for rank in range(world):
             path = Path(folder, f"{rank}.pt")
-            results.append(
-                torch.load(path, weights_only=False) if path.exists() else ("error", f"rank {rank} died")
-            )
+            results.append(torch.load(path, weights_only=False) if path.exists() else ("error", f"rank {rank} died"))
     if check and any(state == "error" for state, _ in results):
-        text = "\n".join(
-            f"--- rank {r}\n{value}" for r, (state, value) in enumerate(results) if state == "error"
-        )
+        text = "\n".join(f"--- rank {r}\n{value}" for r, (state, value) in enumerate(results) if state == "error")
         raise AssertionError(f"{fn.__name__} failed\n{text}")
     return [value for _, value in results]

@@ -83,9 +83,7 @@ def _complete(cls: Any) -> None:
             return _like(x, inner)
         if tuple(shape) == (-1,):
             return _like(x, inner, (math.prod(x.shape),))
-        raise ValueError(
-            f"{cls.__name__}: a view keeps the shape or flattens, got {tuple(shape)} for {tuple(x.shape)}"
-        )
+        raise ValueError(f"{cls.__name__}: a view keeps the shape or flattens, got {tuple(shape)} for {tuple(x.shape)}")
 
     @cls.implements(aten.view.dtype)
     def _(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -89,9 +89,7 @@ def cases(name: str, shape: tuple[int, ...], dtypes: Any) -> Any:
     if name == "view_as_real":
         return [(shape, d, None) for d in (torch.complex64, torch.complex128)]
     if name == "view_as_complex":
-        return [((*shape, 2), d, None) for d in (torch.float32, torch.float64)] + [
-            ((*shape, 3), torch.float32, None)
-        ]
+        return [((*shape, 2), d, None) for d in (torch.float32, torch.float64)] + [((*shape, 3), torch.float32, None)]
     return [(shape, a, b) for a in dtypes for b in dtypes]
 
 
@@ -191,17 +189,13 @@ def partial_case(name: str, mesh: Any, shape: Any, src: Any, dst: Any, where: An
             bad.append(f"{label}: the identity view changed {where} to {got.placements}")
         return bad
     if any(isinstance(p, Partial) for p in got.placements):
-        got = got.redistribute(
-            placements=[Replicate() if isinstance(p, Partial) else p for p in got.placements]
-        )
+        got = got.redistribute(placements=[Replicate() if isinstance(p, Partial) else p for p in got.placements])
     if not same(got.to_local(), local_of(want, mesh, got.placements)):
         bad.append(f"{label}: wrong value")
     return bad
 
 
-def sweep(
-    rank: int, world: int, meshes: list[tuple[int, ...]], dtypes: list[torch.dtype], shapes: Any
-) -> dict:
+def sweep(rank: int, world: int, meshes: list[tuple[int, ...]], dtypes: list[torch.dtype], shapes: Any) -> dict:
     bad: list[str] = []
     count = 0
     for mesh_shape in meshes:
@@ -246,9 +240,7 @@ def partials(rank: int, world: int) -> dict:
                         count += 2
                         bad += partial_case("view_as_complex", mesh, (4, 2), torch.float32, None, where, rank)
                         if kind == "sum":
-                            bad += partial_case(
-                                "view_as_real", mesh, (4, 2), torch.complex64, None, where, rank
-                            )
+                            bad += partial_case("view_as_real", mesh, (4, 2), torch.complex64, None, where, rank)
                     else:
                         count += 1
                         bad += partial_case("view_as_complex", mesh, (4, 2), torch.float32, None, where, rank)
