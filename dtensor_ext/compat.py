@@ -314,14 +314,14 @@ def possible_local_shapes(x: DTensor) -> set[tuple[int, ...]]:
     """The shapes that a shard of `x` has on one rank or another, and perhaps a few more."""
     cuts: list[list[tuple[Any, int]]] = [[] for _ in x.shape]
     placements: Sequence[Any] = x.placements
-    for placement, count in zip(placements, x.device_mesh.shape, strict=True):
+    for mesh_dim, placement in enumerate(placements):
         if is_shard(placement):
-            cuts[placement.dim].append((placement, count))
+            cuts[placement.dim].append((placement, x.device_mesh.size(mesh_dim)))
     sizes: list[set[int]] = []
     for size, dim_cuts in zip(x.shape, cuts, strict=True):
         possible = {int(size)}
         for placement, count in dim_cuts:
-            possible = set().union(*(shard_sizes(placement, s, count) for s in possible))
+            possible = {n for s in possible for n in shard_sizes(placement, s, count)}
         sizes.append(possible)
     return set(itertools.product(*sizes))
 

@@ -123,7 +123,7 @@ def _wrapped_steps() -> list[Any]:
 
 
 def _patch_compile_cache() -> None:
-    """The key of a DTensor in the on-disk compile cache says what a traced graph depends on. See `compat.cache_hash`."""
+    """A DTensor's key in the on-disk compile cache says what a traced graph depends on: see `compat.cache_hash`."""
     original = DTensor._stable_hash_for_caching
 
     @functools.wraps(original)

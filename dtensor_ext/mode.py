@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .layouts import Plan, Share, dims_of, share
+from .layouts import GLOBAL, Plan, Share, dims_of, share
 from .rng import derive, seeded
 
 HINT = (
     "dtensor_ext: inside an SPMD region (an optimizer step on DTensors) a plain tensor of exactly the DTensor's global "
-    "shape counts as replicated in elementwise ops. This one has another shape. Draw noise with the DTensor's own shape "
-    "(torch.randint(..., x.shape) or randint_like(x)), or wrap the tensor: "
+    "shape counts as replicated in elementwise ops; any other is an error, because a rank's own values would be mixed "
+    "in. Draw noise with the DTensor's own shape (torch.randint(..., x.shape) or randint_like(x)), or wrap the tensor: "
     "DTensor.from_local(t, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)."
 )
 
@@ -114,10 +114,10 @@ def _first_dtensor(args: Any, kwargs: Any) -> DTensor | None:
 
 
 def _size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The size that ``rand(*size)``, ``rand(size)``, ``randint(high, size)`` or ``randint(low, high, size)`` asks for."""
+    """The size that ``rand(*size)``, ``rand(size)``, ``randint(high, size)`` or ``randint(low, high, size)`` wants."""
     if "size" in kwargs:
         return tuple(kwargs["size"])
-    if func is torch.randint:
+    if func in (torch.randint, torch.normal):
         return tuple(args[-1])
     return tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else tuple(args)
 
@@ -177,22 +177,25 @@ class SpmdMode(TorchFunctionMode):
         # An in-place op cannot turn the plain tensor that it writes into a DTensor: core's error stands.
         if func in WRITING and not isinstance(args[0], DTensor):
             return args, kwargs
-        new_args = tuple(_replicated(x, partner) for x in args)
+        new_args = []
+        for x in args:
+            read = _replicated(x, partner)
+            if read is not x:
+                self._note_mixed()
+            new_args.append(read)
         new_kwargs = {k: v if k == "out" else _replicated(v, partner) for k, v in kwargs.items()}
-        if not torch.compiler.is_compiling():
-            self._note_mixed(args, new_args)
-        return new_args, new_kwargs
+        return tuple(new_args), new_kwargs
 
-    def _note_mixed(self, before: Any, after: Any) -> None:
+    def _note_mixed(self) -> None:
         """The optimizer's helper draws global shapes: remember it, and read sizes that say both so from now on."""
-        if not self.mixed and any(a is not b for a, b in zip(before, after, strict=True)):
+        if not self.mixed:
             self.mixed = True
-            if self.plan.kind != "global":
-                self.plan.kind = "global"
+            if not torch.compiler.is_compiling() and self.plan.kind != GLOBAL:
+                self.plan.kind = GLOBAL
                 self.shares, self.other = self.plan.shares, self.plan.other
 
     def _read_replicated_lists(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """For ``_foreach_`` ops: element i of each list belongs together. The first list is written or read as it is."""
+        """For ``_foreach_`` ops: element i of each list belongs together. The first list stays as it is."""
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a]
         if not any(isinstance(x, DTensor) for x in lists[0]) if lists else True:
             return args, kwargs
@@ -208,27 +211,19 @@ class SpmdMode(TorchFunctionMode):
     # --- draws ------------------------------------------------------------------------------------------------------
 
     def _share(self, func: Any, args: Any, kwargs: Any) -> tuple[Share, torch.device]:
-        if func in SIZED:
-            device = kwargs.get("device")
-            where = torch.device(device) if device is not None else torch.get_default_device()
-            return self.shares.get(_size(func, args, kwargs), self.other), where
-        x = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+        """Over how many shards a draw is split and which is ours, and the device it is drawn on."""
+        x = None if func in SIZED else next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
         if isinstance(x, DTensor):
             return share(dims_of(x)), x.device
-        return self.shares.get(tuple(x.shape), self.other), x.device
+        if x is not None:
+            return self.shares.get(tuple(x.shape), self.other), x.device
+        device = kwargs.get("device")
+        where = torch.device(device) if device is not None else torch.get_default_device()
+        return self.shares.get(_size(func, args, kwargs), self.other), where
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Draw for the shard at hand, from a seed that only the region, the draw's number and the shard determine."""
-        if func in SAMPLING and not isinstance(args[0] if args else None, torch.Tensor):
-            size = kwargs.get("size")
-            if size is None:
-                return func(*args, **kwargs)
-            (count, index), device = (
-                self.shares.get(tuple(size), self.other),
-                torch.device(kwargs.get("device") or "cpu"),
-            )
-        else:
-            (count, index), device = self._share(func, args, kwargs)
+        (count, index), device = self._share(func, args, kwargs)
         if device.type == "meta":
             return func(*args, **kwargs)
         self.draws += 1

@@ -80,7 +80,8 @@ def _opened(plan: Plan) -> Iterator[_Region]:
         yield region
     finally:
         region.close()
-    if plan.kind == UNKNOWN and region.mode.draws:
+    if plan.kind == UNKNOWN and (region.mode.mixed or region.mode.draws):
+        # Operands mix, or do not, on all ranks alike: what the first step shows holds from now on.
         plan.kind = GLOBAL if region.mode.mixed else LOCAL
 
 
@@ -176,18 +177,44 @@ def around_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def in_region(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0]
         if torch.compiler.is_compiling():
-            return step(*args, **kwargs)
-        if _current.region is not None:
-            return step(*args, **kwargs)
-        params = parameters(optimizer)
-        if not any(isinstance(p, DTensor) for p in params):
-            return step(*args, **kwargs)
-        integrations.activate()
-        with _opened(_plan(optimizer, params)) as region:
-            args, kwargs = _closure_outside(region, args, kwargs)
-            return step(*args, **kwargs)
+            # Someone compiles the whole step. torch's own optimizers draw nothing and are traced as ever; another's
+            # region has to open when the step runs, not when it is traced, so the step itself runs uncompiled. What it compiles
+            # for itself stays compiled.
+            if _is_torchs(optimizer) or not _holds_dtensors(optimizer):
+                return step(*args, **kwargs)
+            return _run_step_uncompiled(step, args, kwargs)
+        return _run_step(step, args, kwargs)
 
     return in_region
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _holds_dtensors(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p, DTensor):
+                return True
+    return False
+
+
+def _run_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    optimizer = args[0]
+    if _current.region is not None or not _holds_dtensors(optimizer):
+        return step(*args, **kwargs)
+    integrations.activate()
+    with _opened(_plan(optimizer, parameters(optimizer))) as region:
+        args, kwargs = _closure_outside(region, args, kwargs)
+        return step(*args, **kwargs)
+
+
+_run_step_uncompiled = torch.compiler.disable(
+    _run_step,
+    reason="dtensor_ext opens an SPMD region around an optimizer step on DTensors, which torch.compile cannot trace: "
+    "compile the functions that the step calls (as torchao does), or let the graph break here (fullgraph=False)",
+)
 
 
 def _closure_outside(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

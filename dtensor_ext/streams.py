@@ -78,8 +78,8 @@ def _agree(mesh: DeviceMesh, proposal: int, fixed: Stream | None) -> int:
     smallest, low_seed, high_seed, low_count, high_count = value.tolist()
     if low_seed != -high_seed or low_count != -high_count:
         raise RuntimeError(
-            f"dtensor_ext: the ranks of {mesh_name(mesh)} were given different random streams: seeds from {low_seed} to "
-            f"{-high_seed}, counts from {low_count} to {-high_count} (-1: none). Call dtensor_ext.manual_seed or "
+            f"dtensor_ext: the ranks of {mesh_name(mesh)} were given different random streams: seeds from {low_seed} "
+            f"to {-high_seed}, counts from {low_count} to {-high_count} (-1: none). Call dtensor_ext.manual_seed or "
             "dtensor_ext.load_state_dict on every rank, with the same value."
         )
     return int(smallest)

@@ -1,10 +1,10 @@
 """torchao's low-bit optimizer states as local tensors of a DTensor.
 
 ``OptimState8bit``, ``OptimState4bit`` and ``OptimStateFp8`` show the dtype of the parameter, but hold codes: an
-appearance dtype. ``view``, ``detach`` and the collectives of torchao 0.18 forget it and show float32. ``DTensor.from_local``
-takes a view, so the state of a bf16 parameter becomes a float32 one and the first step stops at ``lerp`` (pytorch/ao#3314).
-Here those ops keep the dtype, through ``implements``, the hook that torchao gives for it. torchao 0.7 has no appearance
-dtype, and nothing is missing there.
+appearance dtype. ``view``, ``detach`` and the collectives of torchao 0.18 forget it and show float32. What
+``DTensor.from_local`` wraps is a view, so the state of a bf16 parameter becomes a float32 one, and the first step stops
+at ``lerp`` (pytorch/ao#3314). Here those ops keep the dtype, through ``implements``, the hook that torchao gives for
+that. torchao 0.7 has no appearance dtype, and nothing is missing there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _complete(cls: Any) -> None:
         x, dtype = args
         if dtype != x.dtype:
             raise ValueError(
-                f"{cls.__name__} shows {x.dtype} but holds codes: it cannot be reinterpreted as {dtype}; dequantize() it first"
+                f"{cls.__name__} shows {x.dtype} but holds codes: it cannot be read as {dtype}; dequantize() it first"
             )
         return _like(x, _inner(x))
 
