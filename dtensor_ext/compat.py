@@ -99,20 +99,27 @@ def default_shard_order(spec: Any) -> bool:
 # --- lowering a rule ------------------------------------------------------------------------------------------------
 
 
-def cache_key(rule: Rule, op: torch._ops.OpOverload) -> RuntimeSchemaInfo | None:
-    """The rule's static arguments of `op`, in the form in which DTensor's caches want them."""
+# A keyword that no op has. The C++ cache tells a key with keywords from one without, and cannot be cleared on other
+# threads: with this in it, a thread that used the op before the rule was installed does not go on with core's decision.
+_NO_KEYWORD = "dtensor_ext"
+
+
+def cache_key(rule: Rule, op: torch._ops.OpOverload) -> RuntimeSchemaInfo:
+    """The rule's static arguments of `op`, in the form in which DTensor's caches want them.
+
+    Of the keyword arguments the caches compare only those that are named here, tensors too: without ``out`` a call with
+    a sharded ``out`` would reuse what was decided for a replicated one.
+    """
     positions, keywords = [], []
     for i, argument in enumerate(op._schema.arguments):
-        if argument.name in rule.static_args:
+        if argument.name in rule.static_args or (argument.kwarg_only and "Tensor" in str(argument.type)):
             if argument.kwarg_only:
                 keywords.append(argument.name)
             else:
                 positions.append(i)
     lists = any("Tensor[]" in str(a.type) or "List[Tensor]" in str(a.type) for a in op._schema.arguments)
-    if not positions and not keywords and not lists:
-        return None
     return RuntimeSchemaInfo(
-        static_argnum=min(positions, default=100), static_kwargkey=keywords or None, needs_pytree=lists
+        static_argnum=min(positions, default=100), static_kwargkey=keywords or [_NO_KEYWORD], needs_pytree=lists
     )
 
 
@@ -178,7 +185,7 @@ def lower(rule: Rule, op: torch._ops.OpOverload) -> Callable[[OpSchema], OpStrat
                 )
         is_valid = rule.is_valid
         meta = output_meta(op_schema) if is_valid is not None else None
-        return expand_to_full_mesh_op_strategy(
+        found = expand_to_full_mesh_op_strategy(
             op_schema.get_mesh_from_args(),
             op_schema,
             fill(rows, _placements_of(op_schema), width),
@@ -191,6 +198,13 @@ def lower(rule: Rule, op: torch._ops.OpOverload) -> Callable[[OpSchema], OpStrat
             if is_valid is None
             else lambda inputs, output: is_valid(op, args, kwargs, inputs, output),
         )
+        if not found.strategies:
+            # Replicating everything is always a strategy, unless the placement of what is written stands against it.
+            raise RuntimeError(
+                f"dtensor_ext: {op} cannot leave its result where the tensor that it writes is placed ({op_schema}). "
+                "Give it one that is placed as the result is, or use the variant that returns a new one."
+            )
+        return found
 
     return strategy
 
@@ -255,8 +269,7 @@ def entries(rule: Rule, op: torch._ops.OpOverload) -> dict[str, Any]:
     else:
         found = {"op_strategy_funcs": lower(rule, op)}
         table = "op_to_schema_info"
-    if info is not None:
-        found[table] = info
+    found[table] = info
     return found
 
 
@@ -271,10 +284,12 @@ def _without_any_partial(rule: Rule) -> Strategy:
 
 
 def clear_sharding_caches() -> None:
-    """Forget every sharding decision taken so far, in C++ and in Python, on every thread.
+    """Forget every sharding decision taken so far: in Python on every thread, in C++ on this one.
 
     COMPAT(seen in 2.13): the Python cache is one `lru_cache` a thread behind a `threading.local`; a new object is the
-    only way to reach other threads'.
+    only way to reach other threads'. The C++ cache is one a thread too, and other threads' cannot be reached: see
+    `cache_key` for why they do not go on with decisions of core's. A rule that replaces another rule of ours for the
+    same op is not seen by a thread that has used that op for the same arguments before.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
@@ -304,7 +319,7 @@ def is_simulation() -> bool:
 
 def shard_sizes(placement: Any, size: int, count: int) -> set[int]:
     """The sizes of the `count` shards of a dim of `size`. COMPAT(seen in 2.13): _local_shard_size_and_offset."""
-    factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+    factor: Any = placement.split_factor if isinstance(placement, _StridedShard) else 1
     if size % (count * factor) == 0:
         return {size // count}
     return {int(placement._local_shard_size_and_offset(size, count, rank)[0]) for rank in range(count)}
@@ -324,6 +339,40 @@ def possible_local_shapes(x: DTensor) -> set[tuple[int, ...]]:
             possible = {n for s in possible for n in shard_sizes(placement, s, count)}
         sizes.append(possible)
     return set(itertools.product(*sizes))
+
+
+# --- views that a compiled function returns ---------------------------------------------------------------------------
+
+
+def replays_bitcasts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, AOTAutograd's ``gen_alias_from_base``, which also makes a bitcast of a DTensor from its base.
+
+    A compiled function that returns a view of an input returns it as a view made anew. For a DTensor the only means is
+    ``as_strided``, which knows no dtype and which DTensor refuses. Where the same call as outside the compiled function
+    gives what was traced, in every respect, that is the view. COMPAT(seen in 2.13): its signature.
+    """
+
+    @functools.wraps(original)
+    def gen_alias_from_base(base: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(base, DTensor) and isinstance(target, DTensor) and base.dtype != target.dtype:
+            bitcast = _bitcast(base, target.dtype)
+            if bitcast is not None and _layout(bitcast) == _layout(target):
+                return bitcast
+        return original(base, target, *args, **kwargs)
+
+    return gen_alias_from_base
+
+
+def _bitcast(x: DTensor, dtype: torch.dtype) -> Any:
+    """``x.view(dtype)``, or None where it does not exist."""
+    try:
+        return x.view(dtype)
+    except RuntimeError:
+        return None
+
+
+def _layout(x: DTensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.placements, x._local_tensor.shape, x._local_tensor.stride()
 
 
 # --- the compile cache ----------------------------------------------------------------------------------------------

@@ -7,11 +7,13 @@ found, so that `uninstall` gives back exactly that.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import compat, integrations, region, registry
@@ -128,14 +130,52 @@ def _patch_compile_cache() -> None:
 
     @functools.wraps(original)
     def _stable_hash_for_caching(self: DTensor) -> str:
+        _share_lowered_code()
         return compat.cache_hash(self, original(self))
 
     _patches.append(_attribute(DTensor, "_stable_hash_for_caching", _stable_hash_for_caching))
 
 
+def _patch_returned_views() -> None:
+    """A compiled function can return a bitcast of a DTensor that it was given: see `compat.replays_bitcasts`.
+
+    COMPAT(seen in 2.13): `gen_alias_from_base` and the module that calls it by that name.
+    """
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    ours = compat.replays_bitcasts(vars(runtime_wrappers)["gen_alias_from_base"])
+    _patches.append(_attribute(runtime_wrappers, "gen_alias_from_base", ours))
+
+
+def _share_lowered_code() -> None:
+    """Let ranks share the code that they lower to, although their DTensors have keys of their own.
+
+    One level below, a graph's own key holds the pickled mesh, with the rank and Python's hash of it, which changes with
+    every process: nothing that has a mesh among its inputs is ever found. What lowering depends on is in the graph; of
+    the mesh it is its identity. Done at the first key, when Inductor has been imported anyway.
+
+    COMPAT(seen in 2.13): FxGraphCachePickler._reduce_fake_script_object and its `real_obj`; DeviceMesh._stable_hash.
+    """
+    codecache = sys.modules.get("torch._inductor.codecache")
+    pickler = getattr(codecache, "FxGraphCachePickler", None)
+    original = getattr(pickler, "_reduce_fake_script_object", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def _reduce_fake_script_object(self: Any, t: Any) -> Any:
+        # Not for its subclass, the key of the traced graph: what is traced may depend on more than the identity.
+        if type(self) is pickler and isinstance(t.real_obj, DeviceMesh):
+            return str, (t.real_obj._stable_hash(),)
+        return original(self, t)
+
+    with registry.lock:
+        _patches.append(_attribute(pickler, "_reduce_fake_script_object", _reduce_fake_script_object))
+
+
 def install() -> None:
-    """Install every rule that the running torch needs, the SPMD region around optimizer steps, and the correction of
-    the compile cache's key.
+    """Install every rule that the running torch needs, the SPMD region around optimizer steps, and the corrections of
+    the compile cache's key and of the bitcasts that a compiled function returns.
 
     Importing `dtensor_ext` calls this. Calling it again does nothing. It may be called before or after DTensor has
     been used: sharding decisions taken so far are forgotten.
@@ -151,6 +191,7 @@ def install() -> None:
                 _put(rule)
             _patch_optimizers()
             _patch_compile_cache()
+            _patch_returned_views()
             integrations.activate()
         except BaseException:
             _remove_all()
@@ -167,7 +208,7 @@ def _remove_all() -> None:
 
 
 def uninstall() -> None:
-    """Give DTensor's tables, the optimizers' ``step`` and the compile cache's key back as they were found.
+    """Give DTensor's tables, the optimizers' ``step`` and what is patched for compilation back as they were found.
 
     Rules stay registered; `install` brings them back. Does nothing if nothing is installed. What another library has
     changed in the meantime is left as it is.
