@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import compat, integrations, region, registry
+from . import compat, integrations, mode, region, registry
 from .registry import Rule, RuleInfo, Strategy
 
 _MISSING: Any = object()
@@ -62,6 +62,13 @@ def _attribute(owner: Any, name: str, value: Any) -> _Change:
     return _Change.make(lambda: vars(owner).get(name, _MISSING), write, value)
 
 
+def _member(members: set[Any], value: Any) -> _Change:
+    def write(present: bool) -> None:
+        (members.add if present else members.discard)(value)
+
+    return _Change.make(lambda: value in members, write, True)
+
+
 def _cell(cell: Any, value: Any) -> _Change:
     return _Change.make(lambda: cell.cell_contents, lambda new: setattr(cell, "cell_contents", new), value)
 
@@ -78,6 +85,8 @@ def _put(rule: Rule) -> None:
     changes: list[_Change] = []
     for op in rule.ops:
         wanted = compat.entries(rule, op)
+        if "op_strategy_funcs" in wanted:
+            wanted["op_strategy_funcs"] = _asked_while_tracing(wanted["op_strategy_funcs"])
         for name, table in compat.tables().items():
             value = wanted.get(name, _MISSING)
             if value is not _MISSING or op in table:
@@ -93,9 +102,9 @@ def _take(name: str) -> None:
 def _patch_optimizers() -> None:
     """Every optimizer's ``step`` runs in an SPMD region, also of classes that exist already.
 
-    torch wraps the ``step`` of a class when its first instance is made (`Optimizer.profile_hook_step`). From now on
-    what it wraps is ours around theirs. For classes it has wrapped already, the wrapper's own reference to ``step`` is
-    what we change, so that whoever holds the wrapper (a scheduler, a bound method) gets the region too.
+    torch wraps the ``step`` of a class when its first instance is made (`Optimizer.profile_hook_step`). What we change
+    is the wrapper's own reference to ``step``, so that whoever holds the wrapper (a scheduler, a bound method) gets the
+    region, and loses it with `uninstall`.
 
     Its public hooks would not do: the post hook does not run when a step raises, and the region must close.
 
@@ -106,22 +115,25 @@ def _patch_optimizers() -> None:
     @functools.wraps(original)
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         integrations.activate()
-        return original(region.around_step(func))
+        wrapper = original(func)
+        with registry.lock:
+            _run_in_region(wrapper)
+        return wrapper
 
     _patches.append(_attribute(torch.optim.Optimizer, "profile_hook_step", staticmethod(profile_hook_step)))
-    for cell in _wrapped_steps():
-        _patches.append(_cell(cell, region.around_step(cell.cell_contents)))
-
-
-def _wrapped_steps() -> list[Any]:
-    """The cells in which torch's wrappers of ``step`` keep the functions that they wrap."""
-    classes, cells = [torch.optim.Optimizer], []
+    classes = [torch.optim.Optimizer]
     for cls in classes:
         classes += cls.__subclasses__()
-        step: Any = vars(cls).get("step")
-        if getattr(step, "hooked", False) and "func" in step.__code__.co_freevars:
-            cells.append(step.__closure__[step.__code__.co_freevars.index("func")])
-    return list({id(cell): cell for cell in cells}.values())
+        step = vars(cls).get("step")
+        if getattr(step, "hooked", False):
+            _run_in_region(step)
+
+
+def _run_in_region(wrapper: Any) -> None:
+    """Change what torch's wrapper of a ``step`` calls; once, where classes share a wrapper."""
+    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    if not region.is_around_step(cell.cell_contents):
+        _patches.append(_cell(cell, region.around_step(cell.cell_contents)))
 
 
 def _patch_compile_cache() -> None:
@@ -130,10 +142,44 @@ def _patch_compile_cache() -> None:
 
     @functools.wraps(original)
     def _stable_hash_for_caching(self: DTensor) -> str:
-        _share_lowered_code()
+        _patch_compiler()
         return compat.cache_hash(self, original(self))
 
     _patches.append(_attribute(DTensor, "_stable_hash_for_caching", _stable_hash_for_caching))
+
+
+def _patch_compiler() -> None:
+    """What is changed in the compiler, once the program has imported it: that takes half a second, the import here not.
+
+    Called when it is first about to matter: a region opens, or a function over DTensors is traced or looked up in the
+    compile cache.
+    """
+    with registry.lock:
+        if _installed:
+            _share_lowered_code()
+            _patch_returned_views()
+            _show_modes_all_draws()
+
+
+def _show_modes_all_draws() -> None:
+    """Dynamo shows a mode the functions that torch lists as overridable, and some more. ``rand_like`` and its kin,
+    which a mode sees in eager, are not among them; they are added.
+
+    COMPAT(seen in 2.13): torch._dynamo.variables.torch.get_overridable_functions, a cached set.
+    """
+    module = sys.modules.get("torch._dynamo.variables.torch")
+    shown: set[Any] = getattr(module, "get_overridable_functions", set)()
+    for function in mode.LIKE - shown:
+        _patches.append(_member(shown, function))
+
+
+def _asked_while_tracing(strategy: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(strategy)
+    def asked(op_schema: Any) -> Any:
+        _patch_compiler()
+        return strategy(op_schema)
+
+    return asked
 
 
 def _patch_returned_views() -> None:
@@ -141,10 +187,10 @@ def _patch_returned_views() -> None:
 
     COMPAT(seen in 2.13): `gen_alias_from_base` and the module that calls it by that name.
     """
-    from torch._functorch._aot_autograd import runtime_wrappers
-
-    ours = compat.replays_bitcasts(vars(runtime_wrappers)["gen_alias_from_base"])
-    _patches.append(_attribute(runtime_wrappers, "gen_alias_from_base", ours))
+    module = sys.modules.get("torch._functorch._aot_autograd.runtime_wrappers")
+    original = getattr(module, "gen_alias_from_base", None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        _patches.append(_attribute(module, "gen_alias_from_base", compat.replays_bitcasts(original)))
 
 
 def _share_lowered_code() -> None:
@@ -169,8 +215,7 @@ def _share_lowered_code() -> None:
             return str, (t.real_obj._stable_hash(),)
         return original(self, t)
 
-    with registry.lock:
-        _patches.append(_attribute(pickler, "_reduce_fake_script_object", _reduce_fake_script_object))
+    _patches.append(_attribute(pickler, "_reduce_fake_script_object", _reduce_fake_script_object))
 
 
 def install() -> None:
@@ -191,7 +236,7 @@ def install() -> None:
                 _put(rule)
             _patch_optimizers()
             _patch_compile_cache()
-            _patch_returned_views()
+            region.before_opening.append(_patch_compiler)
             integrations.activate()
         except BaseException:
             _remove_all()
@@ -201,6 +246,8 @@ def install() -> None:
 
 
 def _remove_all() -> None:
+    if _patch_compiler in region.before_opening:
+        region.before_opening.remove(_patch_compiler)
     while _patches:
         _patches.pop().undo()
     for name in list(_rule_changes)[::-1]:

@@ -140,6 +140,7 @@ class SpmdMode(TorchFunctionMode):
         self.shares = plan.shares
         self.other = plan.other
         self.draws = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
         self.mixed = False
 
     def __torch_function__(
@@ -151,6 +152,7 @@ class SpmdMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         compiling = torch.compiler.is_compiling()
+        # One set after the other: Dynamo guards on each of these questions.
         if func in ELEMENTWISE:
             args, kwargs = self._read_replicated(func, args, kwargs)
         elif func in FOREACH:
@@ -228,11 +230,18 @@ class SpmdMode(TorchFunctionMode):
             return func(*args, **kwargs)
         self.draws += 1
         seed = derive(self.seed, self.draws) if count == 1 else derive(self.seed, self.draws, index)
-        with seeded(device, seed):
+        if func in FILLING or func in SIZED:
+            # A generator of our own is quicker than the default one with its state saved and restored.
+            generator = self._generators.get(device)
+            if generator is None:
+                generator = self._generators[device] = torch.Generator(device)
+            kwargs = {**kwargs, "generator": generator.manual_seed(seed)}
             if func in FILLING and isinstance(args[0], DTensor):
                 # Core has no rule for some of these; filling the shard in place needs none.
                 func(args[0].to_local(), *args[1:], **kwargs)
                 return args[0]
+            return func(*args, **kwargs)
+        with seeded(device, seed):
             return func(*args, **kwargs)
 
     def _traced(self, func: Any, args: Any, kwargs: Any) -> Any:

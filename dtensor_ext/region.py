@@ -21,6 +21,9 @@ from .layouts import GLOBAL, LOCAL, UNKNOWN, Plan
 from .mode import SpmdMode
 from .rng import default_generators, derive
 
+# Called before a region opens: `install` sees there to what the compiler lacks, once it has been imported.
+before_opening: list[Callable[[], None]] = []
+
 
 class _Current(threading.local):
     region: _Region | None = None
@@ -32,8 +35,13 @@ _current = _Current()
 class _Region:
     """One opened region: the mode, and the states that it keeps of the user's generators."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, watch: bool = True) -> None:
         self.plan = plan
+        # Code that is known to draw nothing and to mix nothing is not watched: a mode costs each torch function, and
+        # each attribute of a tensor, about a microsecond.
+        self.watch = watch
+        for prepare in before_opening:
+            prepare()
         # May communicate, once for these meshes; nothing has been changed yet if it raises.
         stream = streams.stream_of(plan.meshes)
         self.seed = derive(stream.seed, stream.count)
@@ -46,13 +54,18 @@ class _Region:
         self.outside = [g.get() for g in self.generators]
         for g in self.generators:
             g.seed(self.seed)
-        self.mode.__enter__()
+        self._enter()
+
+    def _enter(self) -> None:
+        if self.watch:
+            self.mode.__enter__()
         _current.region = self
 
     def close(self) -> None:
         _current.region = None
         try:
-            self.mode.__exit__(None, None, None)
+            if self.watch:
+                self.mode.__exit__(None, None, None)
         finally:
             for g, state in zip(self.generators, self.outside, strict=True):
                 g.set(state)
@@ -68,13 +81,12 @@ class _Region:
             self.outside = [g.get() for g in self.generators]
             for g, state in zip(self.generators, inside, strict=True):
                 g.set(state)
-            self.mode.__enter__()
-            _current.region = self
+            self._enter()
 
 
 @contextmanager
-def _opened(plan: Plan) -> Iterator[_Region]:
-    region = _Region(plan)
+def _opened(plan: Plan, watch: bool = True) -> Iterator[_Region]:
+    region = _Region(plan, watch)
     region.open()
     try:
         yield region
@@ -173,19 +185,27 @@ def _is(a: Any, b: Any) -> bool:
 def around_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` of an optimizer class, run in an SPMD region where the optimizer holds DTensors."""
 
+    uncompiled = _run_step_uncompiled()
+
     @functools.wraps(step)
     def in_region(*args: Any, **kwargs: Any) -> Any:
         optimizer = args[0]
         if torch.compiler.is_compiling():
             # Someone compiles the whole step. torch's own optimizers draw nothing and are traced as ever; another's
-            # region has to open when the step runs, not when it is traced, so the step itself runs uncompiled. What it compiles
-            # for itself stays compiled.
+            # region has to open when the step runs, not when it is traced, so the step itself runs uncompiled. What
+            # it compiles for itself stays compiled.
             if _is_torchs(optimizer) or not _holds_dtensors(optimizer):
                 return step(*args, **kwargs)
-            return _run_step_uncompiled(step, args, kwargs)
+            return uncompiled(step, args, kwargs)
         return _run_step(step, args, kwargs)
 
+    in_region._dtensor_ext_region = True  # type: ignore[attr-defined]
     return in_region
+
+
+def is_around_step(step: Callable[..., Any]) -> bool:
+    """Whether `step` is one that `around_step` made."""
+    return hasattr(step, "_dtensor_ext_region")
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -205,16 +225,20 @@ def _run_step(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if _current.region is not None or not _holds_dtensors(optimizer):
         return step(*args, **kwargs)
     integrations.activate()
-    with _opened(_plan(optimizer, parameters(optimizer))) as region:
+    with _opened(_plan(optimizer, parameters(optimizer)), watch=not _is_torchs(optimizer)) as region:
         args, kwargs = _closure_outside(region, args, kwargs)
         return step(*args, **kwargs)
 
 
-_run_step_uncompiled = torch.compiler.disable(
-    _run_step,
-    reason="dtensor_ext opens an SPMD region around an optimizer step on DTensors, which torch.compile cannot trace: "
-    "compile the functions that the step calls (as torchao does), or let the graph break here (fullgraph=False)",
-)
+@functools.cache
+def _run_step_uncompiled() -> Callable[..., Any]:
+    # Made late: `torch.compiler.disable` imports Dynamo, which takes half a second. An optimizer has imported it too.
+    return torch.compiler.disable(
+        _run_step,
+        reason="dtensor_ext opens an SPMD region around an optimizer step on DTensors, which torch.compile cannot "
+        "trace: compile the functions that the step calls (as torchao does), or let the graph break here "
+        "(fullgraph=False)",
+    )
 
 
 def _closure_outside(region: _Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import dtensor_ext
 
 from . import demo, run
+from .rules_page import rules_page
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,7 +24,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_arguments(shown)
     # Listed for the help only: `main` hands `run` over before argparse could take the script's options for its own.
     commands.add_parser("run", help="run a script or a module with the extension imported first", add_help=False)
-    commands.add_parser("rules", help="list the sharding rules, one a line")
+    listed = commands.add_parser("rules", help="list the sharding rules, one a line")
+    listed.add_argument("--markdown", action="store_true", help="the rule reference instead, as in docs/rules.md")
     return parser
 
 
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run.run(argv[1:])
     options = _parser().parse_args(argv)
     if options.command == "rules":
+        if options.markdown:
+            print(rules_page(dtensor_ext.rules()), end="")
+            return 0
         for rule in dtensor_ext.rules():
             print(rule)
         return 0

@@ -45,9 +45,7 @@ def round_local(x: torch.Tensor) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return round_global(x)
     rounded = round_global(x.to_local())
-    return DTensor.from_local(
-        rounded, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    return DTensor.from_local(rounded, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 def round_local_filled(x: torch.Tensor) -> torch.Tensor:
@@ -57,9 +55,7 @@ def round_local_filled(x: torch.Tensor) -> torch.Tensor:
     rounded = ((local.view(torch.int32) + noise) & 0xFFFF0000).view(torch.float32).bfloat16()
     if not isinstance(x, DTensor):
         return rounded
-    return DTensor.from_local(
-        rounded, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
+    return DTensor.from_local(rounded, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 HELPERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
