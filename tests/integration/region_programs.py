@@ -354,24 +354,32 @@ def _error(f: Any) -> Any:
     return None
 
 
-def resume(rank: int, world: int, layout: str, steps: int, start: Any, helper: str) -> dict[str, Any]:
-    """Train from `start` (or the beginning) for `steps`; what a checkpoint would hold, and the ends."""
+def resume(rank: int, world: int, layout: str, steps: int, starts: dict[str, Any]) -> dict[str, Any]:
+    """For each helper: train from its start (or from the beginning) for `steps`. What a checkpoint would hold then."""
     import dtensor_ext
 
-    seeds_apart(rank + (100 if start else 0))
-    params = place(layout, world, model())
-    begin = 0
-    if start is not None:
-        dtensor_ext.load_state_dict(start["streams"])
-        begin = start["step"]
-        with torch.no_grad():
-            for p, value in zip(params, start["params"], strict=True):
-                p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None))
-    optimizer = Sgd(params, helper=helper)
-    for step in range(begin, begin + steps):
-        set_grads(params, step)
-        optimizer.step()
-    return {"streams": dtensor_ext.state_dict(), "step": begin + steps, "params": [full(p) for p in params]}
+    ends: dict[str, Any] = {}
+    for helper, start in starts.items():
+        seeds_apart(rank + (100 if start else 0))
+        params = place(layout, world, model())
+        begin = 0
+        # What the helper before this one has left is no part of this run.
+        dtensor_ext.load_state_dict(start["streams"] if start else {"version": 1, "streams": []})
+        if start:
+            begin = start["step"]
+            with torch.no_grad():
+                for p, value in zip(params, start["params"], strict=True):
+                    p.copy_(distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None))
+        optimizer = Sgd(params, helper=helper)
+        for step in range(begin, begin + steps):
+            set_grads(params, step)
+            optimizer.step()
+        ends[helper] = {
+            "streams": dtensor_ext.state_dict(),
+            "step": begin + steps,
+            "params": [full(p) for p in params],
+        }
+    return ends
 
 
 def different_states(rank: int, world: int, which: str) -> str:

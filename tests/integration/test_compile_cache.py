@@ -11,7 +11,7 @@ from ranks import run_ranks
 def test_no_rank_runs_another_ranks_graph_cold_or_warm(which, tmp_path):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for turn in ("cold", "warm"):
-        for seen in run_ranks(programs.in_turn, 4, which, env=env):
+        for seen in run_ranks(programs.in_turn, 2, which, env=env):
             assert seen["got"] == seen["want"], turn
             if turn == "warm" and which != "made inside":
                 # A rank still finds its own graph of the run before.
@@ -20,12 +20,12 @@ def test_no_rank_runs_another_ranks_graph_cold_or_warm(which, tmp_path):
 
 def test_bare_torch_runs_another_ranks_graph():
     """The control: core's key of a DTensor lacks the coordinate."""
-    seen = run_ranks(programs.in_turn, 4, "redistribute", bare=True)
-    assert sum(s["got"] != s["want"] for s in seen) == 3
+    seen = run_ranks(programs.in_turn, 2, "redistribute", bare=True)
+    assert [s["got"] == s["want"] for s in seen] == [True, False]
 
 
 def test_ranks_that_lower_to_the_same_code_share_it():
-    seen = run_ranks(programs.in_turn, 4, "pointwise")
+    seen = run_ranks(programs.in_turn, 2, "pointwise")
     assert all(s["got"] == s["want"] for s in seen)
     assert seen[0]["inductor"].get("fxgraph_cache_miss") == 1, seen
     for s in seen[1:]:

@@ -114,25 +114,33 @@ def test_plain_tensors_of_the_global_shape_and_no_others_mix():
         assert bad == []
 
 
-@pytest.mark.parametrize("helper", ["global", "local"])
-def test_a_resumed_run_draws_what_the_uninterrupted_run_would_have(helper):
-    whole = run_ranks(programs.resume, 4, "hsdp", 6, None, helper)
-    half = run_ranks(programs.resume, 4, "hsdp", 3, None, helper)
-    rest = run_ranks(programs.resume, 4, "hsdp", 3, half[0], helper)
-    for a, b in zip(whole[0]["params"], rest[3]["params"], strict=True):
-        assert torch.equal(a, b)
-    assert rest[0]["streams"] == whole[0]["streams"]
-    # And the draws are not the same in every step.
-    again = run_ranks(programs.resume, 4, "hsdp", 3, {**half[0], "streams": whole[0]["streams"]}, helper)
-    assert not all(map(torch.equal, again[0]["params"], whole[0]["params"]))
+@pytest.fixture(scope="module")
+def whole():
+    """Six steps without a break, by layout and helper."""
+    nothing = {"global": None, "local": None}
+    return {layout: run_ranks(programs.resume, 4, layout, 6, nothing)[0] for layout in ("fsdp", "hsdp")}
 
 
-def test_a_run_resumed_on_another_mesh_continues_bit_for_bit():
-    whole = run_ranks(programs.resume, 4, "fsdp", 6, None, "global")
-    half = run_ranks(programs.resume, 4, "hsdp", 3, None, "global")
-    rest = run_ranks(programs.resume, 2, "fsdp", 3, half[0], "global")
-    for a, b in zip(whole[0]["params"], rest[0]["params"], strict=True):
-        assert torch.equal(a, b)
+@pytest.fixture(scope="module")
+def half():
+    """Three steps on HSDP, as a checkpoint."""
+    return run_ranks(programs.resume, 4, "hsdp", 3, {"global": None, "local": None})[0]
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_run_would_have(whole, half):
+    rest = run_ranks(programs.resume, 4, "hsdp", 3, half)[3]
+    for helper, end in whole["hsdp"].items():
+        assert rest[helper]["streams"] == end["streams"]
+        assert all(map(torch.equal, rest[helper]["params"], end["params"])), helper
+    # The streams matter: from another place in them the run ends elsewhere.
+    moved = {helper: {**half[helper], "streams": whole["hsdp"][helper]["streams"]} for helper in half}
+    for helper, end in run_ranks(programs.resume, 4, "hsdp", 3, moved)[0].items():
+        assert not all(map(torch.equal, end["params"], whole["hsdp"][helper]["params"])), helper
+
+
+def test_a_run_resumed_on_another_mesh_continues_bit_for_bit(whole, half):
+    rest = run_ranks(programs.resume, 2, "fsdp", 3, {"global": half["global"]})[0]["global"]
+    assert all(map(torch.equal, rest["params"], whole["fsdp"]["global"]["params"]))
 
 
 @pytest.mark.parametrize("which", ["seed", "loaded on one rank only"])

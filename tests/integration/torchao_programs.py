@@ -33,7 +33,8 @@ def train(
     for layout in layouts:
         for name in names:
             seeds_apart(rank)
-            params = place(layout, world, model(width=WIDTH, bias=eager))
+            # Compiled, one weight: each parameter of another shape is compiled by itself.
+            params = place(layout, world, model(width=WIDTH, bias=eager, layers=2 if eager else 1))
             before = [full(p) for p in params]
             optimizer = optimizers[name](params, lr=1e-2, bf16_stochastic_round=True)
             user = torch.get_rng_state()
@@ -73,7 +74,7 @@ def bits(rank: int, world: int, path: str | None, layouts: list[str], steps: int
     for layout in layouts:
         seeds_apart(rank)
         stream_seed(11)
-        params = place(layout, world, model(width=64))
+        params = place(layout, world, model(width=64, bias=eager))
         optimizer = optimizers["_AdamW"](params, lr=1e-2, bf16_stochastic_round=True)
         for step in range(steps):
             set_grads(params, step)

@@ -89,11 +89,12 @@ class Sgd(torch.optim.Optimizer):
 # --- parameters on every layout ---------------------------------------------------------------------------------------
 
 
-def model(bias: bool = True, width: int = 64) -> nn.Module:
+def model(bias: bool = True, width: int = 64, layers: int = 2) -> nn.Module:
     """The same weights on every rank, whatever its seed."""
     state = torch.get_rng_state()
     torch.manual_seed(7)
     net = nn.Sequential(nn.Linear(width, 2 * width, bias=bias), nn.ReLU(), nn.Linear(2 * width, width, bias=bias))
+    net = net[: 2 * layers - 1]
     torch.set_rng_state(state)
     return net.bfloat16()
 
@@ -109,7 +110,8 @@ def place(layout: str, world: int, net: nn.Module) -> list[nn.Parameter]:
     elif layout == "tp":
         # RowwiseParallel keeps its bias replicated over tp, so tp copies exist beside tp shards.
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(net, mesh["tp"], {name: plan[name] for name, _ in net.named_children() if name in plan})
         fully_shard(net, mesh=mesh["dp"])
     elif layout == "submesh":
         # Sharded over dp alone; the ranks of the other dim hold copies that the parameters' mesh does not know of.
