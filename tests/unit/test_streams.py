@@ -110,9 +110,14 @@ def test_derived_seeds_depend_on_every_part():
 
 def test_seeded_restores_also_after_an_error():
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), seeded(torch.device("cpu"), 3):
-        torch.rand(3)
-        raise KeyError
+
+    def broken():
+        with seeded(torch.device("cpu"), 3):
+            torch.rand(3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
     assert torch.equal(before, torch.get_rng_state())
 
 
