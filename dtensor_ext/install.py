@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def _put(rule: Rule) -> None:
     """Puts one rule into the tables. An entry of core's that would shadow it, or that it replaces, is taken out."""
     if not compat.torch_in(rule.torch):
         return
-    changes: list[_Change] = []
+    changes = _rule_changes[rule.name] = []
     for op in rule.ops:
         wanted = compat.entries(rule, op)
         if "op_strategy_funcs" in wanted:
@@ -91,7 +92,6 @@ def _put(rule: Rule) -> None:
             value = wanted.get(name, _MISSING)
             if value is not _MISSING or op in table:
                 changes.append(_entry(table, op, value))
-    _rule_changes[rule.name] = changes
 
 
 def _take(name: str) -> None:
@@ -131,7 +131,11 @@ def _patch_optimizers() -> None:
 
 def _run_in_region(wrapper: Any) -> None:
     """Change what torch's wrapper of a ``step`` calls; once, where classes share a wrapper."""
-    cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
+    names = wrapper.__code__.co_freevars if isinstance(wrapper, FunctionType) else ()
+    if "func" not in names:
+        # Marked as wrapped by someone else, who runs no hooks of torch's: theirs to keep.
+        return
+    cell = wrapper.__closure__[names.index("func")]
     if not region.is_around_step(cell.cell_contents):
         _patches.append(_cell(cell, region.around_step(cell.cell_contents)))
 
@@ -317,8 +321,15 @@ def register(*args: Any, **kwargs: Any) -> Callable[[Strategy], Strategy]:
             before = {r.name for r in registry.all_rules()}
             registry.rule(*args, **kwargs)(strategy)
             for rule in registry.all_rules():
-                if rule.name not in before and _installed:
-                    _put(rule)
+                if rule.name not in before:
+                    try:
+                        compat.torch_in(rule.torch)  # a range that cannot be read is an error here, not in `install`
+                        if _installed:
+                            _put(rule)
+                    except BaseException:
+                        _take(rule.name)
+                        registry.remove(rule.name)
+                        raise
             if _installed:
                 compat.clear_sharding_caches()
         return strategy

@@ -89,16 +89,15 @@ SAMPLING = frozenset(
 DRAWS = SIZED | LIKE | FILLING
 
 
+def _is_mixed(x: Any) -> bool:
+    """Whether core refuses `x` beside a DTensor: a plain tensor of more than one element."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.numel() != 1
+
+
 def _replicated(x: Any, partner: DTensor) -> Any:
     """`x` as a replicated DTensor on the partner's mesh, if it is a plain tensor of the partner's global shape."""
-    if (
-        isinstance(x, torch.Tensor)
-        and not isinstance(x, DTensor)
-        and x.shape == partner.shape
-        and x.numel() != 1
-        and x.device.type == partner.device_mesh.device_type
-    ):
-        mesh = partner.device_mesh
+    mesh = partner.device_mesh
+    if _is_mixed(x) and x.shape == partner.shape and x.device.type == mesh.device_type:
         return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return x
 
@@ -184,6 +183,9 @@ class SpmdMode(TorchFunctionMode):
             read = _replicated(x, partner)
             if read is not x:
                 self._note_mixed()
+            elif torch.compiler.is_compiling() and _is_mixed(x):
+                # In eager core says so, and the hint is added to what it says. Out of a trace nothing can be caught.
+                raise RuntimeError(f"got mixed torch.Tensor and DTensor. {HINT}")
             new_args.append(read)
         new_kwargs = {k: v if k == "out" else _replicated(v, partner) for k, v in kwargs.items()}
         return tuple(new_args), new_kwargs

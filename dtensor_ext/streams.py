@@ -85,20 +85,23 @@ def _agree(mesh: DeviceMesh, proposal: int, fixed: Stream | None) -> int:
     return int(smallest)
 
 
+def _users_seed() -> int:
+    """This rank's own seed, as a positive number that an int64 holds."""
+    return torch.initial_seed() % 2**62 + 1
+
+
 def _new_stream(meshes: Meshes) -> Stream:
     name = " + ".join(mesh_name(m) for m in _in_order(meshes))
     fixed = _take_loaded(name)
     if fixed is None and _base_seed is not None:
         fixed = Stream(name, _base_seed)
-    if compat.is_simulation():
-        return fixed or Stream(name, torch.initial_seed() >> 1)
-    if not meshes:
-        return fixed or Stream(name, torch.initial_seed() >> 1)
+    if not meshes or compat.is_simulation():
+        return fixed or Stream(name, _users_seed())
     covering = _covering(meshes)
     for mesh in _in_order(meshes):
         if _complete(mesh) and mesh.get_coordinate() is not None and mesh not in _agreed:
             # A rank whose region is wider than this mesh cannot use the mesh's seed; zero tells the others.
-            proposal = (torch.initial_seed() >> 2) + 1 if mesh is covering else 0
+            proposal = _users_seed() if mesh is covering else 0
             _agreed[mesh] = _agree(mesh, proposal, fixed)
     return fixed or Stream(name, _agreed.get(covering, 0) if covering is not None else 0)
 

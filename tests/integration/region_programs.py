@@ -334,6 +334,16 @@ def operands(rank: int, world: int) -> list[str]:
         raises("plain in place", lambda: keep.add_(d), True)
         if not torch.equal(keep, plain):
             bad.append("a refused in-place op changed its tensor")
+        for name, f in {"<": lambda t: plain < t, "where": lambda t: torch.where(t < plain, t, plain)}.items():
+            got = torch.compile(f, fullgraph=True, backend="aot_eager")(d)
+            if not torch.equal(got.full_tensor(), f(x)):
+                bad.append(f"{name}, compiled: wrong")
+        try:
+            torch.compile(lambda t: t + torch.ones(4), fullgraph=True, backend="aot_eager")(d)
+            bad.append("compiled, a row that broadcasts: accepted")
+        except Exception as e:
+            if hint not in str(e):
+                bad.append(f"compiled: no hint in {e}")
         if not torch.equal((d + torch.tensor(2.0)).full_tensor(), x + 2):
             bad.append("a scalar tensor: wrong")
         elsewhere: list[Any] = []

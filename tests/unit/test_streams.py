@@ -39,16 +39,16 @@ def test_a_state_that_was_loaded_and_not_used_yet_is_saved_again():
 
 
 def test_the_seed_is_the_users_without_moving_the_generator():
-    torch.manual_seed(3)
+    torch.manual_seed(2)
     first = draw()
     after = torch.rand(2)
-    torch.manual_seed(3)
+    torch.manual_seed(2)
     assert torch.equal(torch.rand(2), after)
     dtensor_ext.load_state_dict({"version": 1, "streams": []})
-    torch.manual_seed(3)
+    torch.manual_seed(2)
     assert torch.equal(draw(), first)
     dtensor_ext.load_state_dict({"version": 1, "streams": []})
-    torch.manual_seed(4)
+    torch.manual_seed(3)
     assert not torch.equal(draw(), first)
 
 
