@@ -66,12 +66,42 @@ def last_dim_keeps_its_cuts(op: Any, args: Any, kwargs: Any, inputs: Sequence[An
     return [s * ratio for s in chunk_sizes(wide, counts)] == chunk_sizes(narrow, counts)
 
 
+def refuse_what_cannot_be_reduced(x: Any, spec: Any) -> None:
+    """Raises where `spec`, a placement that the input has, leaves a reduction of complex numbers that is not a sum.
+
+    The reduction has to be made before the bits are read, and there is no right one: complex numbers have no order, and
+    the collectives either refuse a product or, on the way to a shard, multiply the parts one by one.
+    """
+    for placement in spec.placements:
+        if x.dtype.is_complex and isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise RuntimeError(
+                f"dtensor_ext: a complex tensor placed as {placement} cannot be viewed as another dtype: it would have "
+                f"to be reduced first, and there is no {placement.reduce_op} of complex numbers over ranks"
+            )
+
+
+def is_a_whole_bitcast(op: Any, args: Any, kwargs: Any, inputs: Sequence[Any], output: Any) -> bool:
+    """Whether every rank views whole elements, of values that are final; see `bitcast_strategy`."""
+    x, dtype = args[0], args[1] if len(args) > 1 else kwargs["dtype"]
+    if dtype != x.dtype and any(isinstance(p, Partial) for p in inputs[0].placements):
+        refuse_what_cannot_be_reduced(x, inputs[0])
+        return False
+    return last_dim_keeps_its_cuts(op, args, kwargs, inputs, output)
+
+
+def is_linear(op: Any, args: Any, kwargs: Any, inputs: Sequence[Any], output: Any) -> bool:
+    """Whether what is left to reduce, if anything, is a sum or an average."""
+    refuse_what_cannot_be_reduced(args[0], inputs[0])
+    partials = [p for p in inputs[0].placements if isinstance(p, Partial)]
+    return all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in partials)
+
+
 @rule(
     [aten.view.dtype, prims.view_of_dtype.default],
     name="bitcast.view",
     static_args=("dtype",),
     uneven=True,
-    is_valid=last_dim_keeps_its_cuts,
+    is_valid=is_a_whole_bitcast,
     torch=">=2.13",
     core_file="torch/distributed/tensor/_ops/_tensor_ops.py",
     reason="Core lets every placement through and leaves the dtype out of the cache key: sums of bit patterns, "
@@ -84,14 +114,13 @@ def bitcast_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]
     - Shard(d), d not the last dim -> Shard(d): the bytes of a row stay together; any cut of d holds, uneven or empty.
     - Shard(last) -> Shard(last): with equal item sizes the view is pointwise. Otherwise it holds where no wide
       element is cut and both sides are cut at the same bytes (`last_dim_keeps_its_cuts`, asked with the mesh).
-    - Partial -> Partial only when the dtype does not change. A reduction does not commute with reading its bits:
-      the bit pattern of a sum is not the sum of the bit patterns, and max and min order them otherwise.
+    - Partial -> Partial only when the dtype does not change (`is_a_whole_bitcast`). A reduction does not commute with
+      reading its bits: the bit pattern of a sum is not the sum of the bit patterns, and max and min order them
+      otherwise.
     """
-    x, dtype = args_schema[0], args_schema[1]
+    x = args_schema[0]
     rows: list[Row] = [[ShardingPlaceholder(d), ShardingPlaceholder(d)] for d in range(len(x.shape))]
-    if dtype == x.dtype:
-        rows.append([AnyPartial(), AnyPartial()])
-    return rows
+    return [*rows, [AnyPartial(), AnyPartial()]]
 
 
 @rule(
@@ -99,10 +128,10 @@ def bitcast_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]
     name="bitcast.view_copy",
     static_args=("dtype",),
     uneven=True,
-    is_valid=last_dim_keeps_its_cuts,
+    is_valid=is_a_whole_bitcast,
     torch=">=2.13",
     core_file="torch/distributed/tensor/_ops/_tensor_ops.py",
-    reason="Core finds it by decomposition into view.dtype and inherits its faults.",
+    reason="Core finds it by decomposition: it gathers uneven and empty shards of any dim, which a view needs not.",
 )
 def bitcast_copy_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]:
     """y = x.view(dtype).clone(): the rows of `view.dtype`; a copy moves no element."""
@@ -114,13 +143,17 @@ def bitcast_copy_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list
     name="bitcast.view_copy_out",
     static_args=("dtype",),
     uneven=True,
-    is_valid=last_dim_keeps_its_cuts,
+    is_valid=is_a_whole_bitcast,
     torch=">=2.13",
     core_file="torch/distributed/tensor/_ops/_tensor_ops.py",
-    reason="Core finds it by decomposition into view.dtype and inherits its faults.",
+    reason="Core decomposes it where the item size changes, ignores where `out` is placed, and changes its placement; "
+    "for equal item sizes it has no rule.",
 )
 def bitcast_out_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]:
-    """out.copy_(x.view(dtype)): the rows of `view.dtype`; `out` is placed as the result is."""
+    """out.copy_(x.view(dtype)): the rows of `view.dtype`; `out` is placed as the result is.
+
+    `out` is written where it is, so its placement decides; x is redistributed to fit, or the call is an error.
+    """
     return [[y, x, y] for y, x in bitcast_strategy(op, args_schema, kwargs_schema)]
 
 
@@ -128,9 +161,11 @@ def bitcast_out_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[
     [aten.view_as_real.default],
     name="bitcast.view_as_real",
     uneven=True,
+    is_valid=is_linear,
     torch=">=2.13",
     core_file="torch/distributed/tensor/_ops/_view_ops.py",
-    reason="TBD",
+    reason="Core gathers an uneven last dim, and the result no longer aliases its base; shards a strided last dim on "
+    "the new one; fails on a 0-dim tensor; passes Partial product, max and min: wrong numbers.",
 )
 def view_as_real_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]:
     """
@@ -138,11 +173,12 @@ def view_as_real_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list
 
     - Shard(d) -> Shard(d) for every dim of x, uneven or empty: the elements keep their rank.
     - Partial sum and avg -> the same: taking the parts is linear over the reals.
-    - max, min and product are not: complex numbers have no order, and (a+bi)(c+di) mixes the parts.
+    - max, min and product are not: complex numbers have no order, and (a+bi)(c+di) mixes the parts. They are an error
+      (`is_linear`).
     """
     x = args_schema[0]
     rows: list[Row] = [[ShardingPlaceholder(d), ShardingPlaceholder(d)] for d in range(len(x.shape))]
-    return [*rows, [Partial("sum"), Partial("sum")], [Partial("avg"), Partial("avg")]]
+    return [*rows, [AnyPartial(), AnyPartial()]]
 
 
 @rule(
@@ -151,7 +187,8 @@ def view_as_real_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list
     uneven=True,
     torch=">=2.13",
     core_file="torch/distributed/tensor/_ops/_view_ops.py",
-    reason="TBD",
+    reason="Core's rule excludes uneven shards: an uneven or empty shard is gathered, and the result no longer aliases "
+    "its base.",
 )
 def view_as_complex_strategy(op: Any, args_schema: Any, kwargs_schema: Any) -> list[Row]:
     """
