@@ -162,18 +162,18 @@ def _patch_compiler() -> None:
         if _installed:
             _share_lowered_code()
             _patch_returned_views()
-            _show_modes_all_draws()
+            _show_modes_what_eager_shows()
 
 
-def _show_modes_all_draws() -> None:
-    """Dynamo shows a mode the functions that torch lists as overridable, and some more. ``rand_like`` and its kin,
-    which a mode sees in eager, are not among them; they are added.
+def _show_modes_what_eager_shows() -> None:
+    """Dynamo shows a mode the functions that torch lists as overridable, and some more. ``rand_like`` and its kin and
+    the ``_foreach_`` ops, which a mode sees in eager, are not among them; they are added.
 
     COMPAT(seen in 2.13): torch._dynamo.variables.torch.get_overridable_functions, a cached set.
     """
     module = sys.modules.get("torch._dynamo.variables.torch")
     shown: set[Any] = getattr(module, "get_overridable_functions", set)()
-    for function in mode.LIKE - shown:
+    for function in (mode.LIKE | mode.FOREACH) - shown:
         _patches.append(_member(shown, function))
 
 

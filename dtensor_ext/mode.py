@@ -13,7 +13,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -200,17 +200,19 @@ class SpmdMode(TorchFunctionMode):
 
     def _read_replicated_lists(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """For ``_foreach_`` ops: element i of each list belongs together. The first list stays as it is."""
-        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a]
-        if not any(isinstance(x, DTensor) for x in lists[0]) if lists else True:
+        partners = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+        if not any(isinstance(p, DTensor) for p in partners):
             return args, kwargs
-        partners = lists[0]
+        new_args = [partners, *(self._read_list(a, partners) for a in args[1:])]
+        return tuple(new_args), {k: self._read_list(v, partners) for k, v in kwargs.items()}
 
-        def convert(a: Any) -> Any:
-            if a is partners or not isinstance(a, (list, tuple)) or len(a) != len(partners):
-                return a
-            return [_replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)]
-
-        return tuple(convert(a) for a in args), {k: convert(v) for k, v in kwargs.items()}
+    def _read_list(self, a: Any, partners: Any) -> Any:
+        if not isinstance(a, (list, tuple)) or len(a) != len(partners):
+            return a
+        read = [_replicated(x, p) if isinstance(p, DTensor) else x for x, p in zip(a, partners, strict=True)]
+        if any(new is not old for new, old in zip(read, a, strict=True)):
+            self._note_mixed()
+        return read
 
     # --- draws ------------------------------------------------------------------------------------------------------
 
@@ -238,7 +240,8 @@ class SpmdMode(TorchFunctionMode):
             if generator is None:
                 generator = self._generators[device] = torch.Generator(device)
             kwargs = {**kwargs, "generator": generator.manual_seed(seed)}
-            if func in FILLING and isinstance(args[0], DTensor):
+            x = args[0] if func in FILLING else None
+            if isinstance(x, DTensor) and not any(isinstance(p, Partial) for p in x.placements):
                 # Core has no rule for some of these; filling the shard in place needs none.
                 func(args[0].to_local(), *args[1:], **kwargs)
                 return args[0]

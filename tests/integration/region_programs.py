@@ -334,7 +334,12 @@ def operands(rank: int, world: int) -> list[str]:
         raises("plain in place", lambda: keep.add_(d), True)
         if not torch.equal(keep, plain):
             bad.append("a refused in-place op changed its tensor")
-        for name, f in {"<": lambda t: plain < t, "where": lambda t: torch.where(t < plain, t, plain)}.items():
+        in_trace = {
+            "<": lambda t: plain < t,
+            "where": lambda t: torch.where(t < plain, t, plain),
+            "foreach_add": lambda t: torch._foreach_add([t, t], [plain, plain])[1],
+        }
+        for name, f in in_trace.items():
             got = torch.compile(f, fullgraph=True, backend="aot_eager")(d)
             if not torch.equal(got.full_tensor(), f(x)):
                 bad.append(f"{name}, compiled: wrong")
