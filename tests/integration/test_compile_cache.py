@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 
-@pytest.mark.parametrize("which", ["redistribute", "uneven", "made inside"])
+@pytest.mark.parametrize("which", ["redistribute", pytest.param("uneven", marks=pytest.mark.slow), "made inside"])
 def test_no_rank_runs_another_ranks_graph_cold_or_warm(which, tmp_path):
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for turn in ("cold", "warm"):
