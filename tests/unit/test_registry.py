@@ -6,6 +6,7 @@ import pytest
 import torch
 from fake_mesh import fake_mesh, rows
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.library import custom_op
 
 import dtensor_ext
 from dtensor_ext.compat import ShardingPlaceholder, torch_in
@@ -17,7 +18,7 @@ def mesh():
         yield whole
 
 
-@torch.library.custom_op("dtensor_ext_test::scale_rows", mutates_args=())
+@custom_op("dtensor_ext_test::scale_rows", mutates_args=())
 def scale_rows(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     return x * s[:, None]
 
@@ -27,7 +28,7 @@ def _(x, s):
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("dtensor_ext_test::pad", mutates_args=())
+@custom_op("dtensor_ext_test::pad", mutates_args=())
 def pad(x: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(x.shape[0], count)], 1)
 
